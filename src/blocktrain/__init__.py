@@ -1,0 +1,1 @@
+"""BlockTrain: train one language model together on machines that never meet."""

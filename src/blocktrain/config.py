@@ -1,0 +1,174 @@
+"""The settings of a run: one frozen, validated model for flags, TOML files and the wire, and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from blocktrain.errors import ConfigError
+
+VOCABULARY = 256  # bytes
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
+}
+
+
+class Config(BaseModel):
+    """All that decides what is trained. Field docstrings are the help texts of the flags."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+
+    blocks: int = Field(default=4, ge=1, le=256)
+    """Blocks in the model; with compose=fuse the last one is the fusion block."""
+    layers_per_block: int = Field(default=2, ge=1, le=256)
+    """Transformer layers in a block."""
+    width: int = Field(default=96, ge=8, le=16384)
+    """Width of the residual stream."""
+    heads: int = Field(default=4, ge=1, le=256)
+    """Attention heads; must divide the width into even parts."""
+    context: int = Field(default=128, ge=8, le=65536)
+    """Bytes a block sees at once."""
+    z_width: int = Field(default=128, ge=2, le=16384)
+    """Width of the target table (used by objective=denoise)."""
+
+    objective: Literal["next", "denoise"] = "next"
+    """next: predict the next byte. denoise: recover its noised embedding (the paper; needed by euler and by tail)."""
+    skip: Literal["exact", "edm"] = "exact"
+    """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
+    compose: Literal["fuse", "pool", "euler"] = "fuse"
+    """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
+    feature_dropout: float = Field(default=0.15, ge=0, lt=1)
+    """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
+
+    sigma_min: float = Field(default=1.0, gt=0)
+    """Lowest noise level; below 1 the target leaks into the training loss."""
+    sigma_max: float = Field(default=10.0, gt=0)
+    """Highest noise level."""
+    p_mean: float = -1.2
+    """Mean of ln(sigma)."""
+    p_std: float = Field(default=1.2, gt=0)
+    """Standard deviation of ln(sigma)."""
+    gamma: float = Field(default=0.1, ge=0, le=1)
+    """Share of its log-width by which a block's noise range overlaps its neighbours."""
+    sigma_data: float = Field(default=0.5, gt=0)
+    """EDM's assumed deviation of the targets."""
+    tail: int = Field(default=0, ge=0)
+    """Unknown positions at the end of a training sequence, denoised jointly (0: off). For sweeps from pure noise."""
+    tail_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the sequences that have a tail, when tail > 0."""
+    tail_sigma_min: float = Field(default=0.1, gt=0)
+    """Lowest noise level of the tail."""
+
+    learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    """Peak learning rate of the independent blocks."""
+    fusion_learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    """Peak learning rate of the fusion block."""
+    reference_learning_rate: float = Field(default=2e-3, gt=0, le=1)
+    """Peak learning rate of the end-to-end reference."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at zero."""
+    warmup: int = Field(default=50, ge=0)
+    """Steps over which the learning rate rises (at most a tenth of all steps)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of the matrices."""
+    batch: int = Field(default=16, ge=1, le=65536)
+    """Sequences in a step."""
+    steps: int = Field(default=500, ge=1)
+    """Training steps of each block."""
+    data_order: Literal["own", "shared"] = "own"
+    """own: every block reads the corpus in its own order. shared: all read the same batches."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of everything random."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps|auto)$")
+    """cpu, cuda, cuda:N, mps, or auto (the best there is)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the forward pass (autocast); weights and optimizer stay float32."""
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"heads={self.heads} must divide width={self.width} into even parts; try heads={_fitting_heads(self.width, self.heads)}"
+            )
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
+        if self.compose == "euler" and self.objective != "denoise":
+            raise ValueError("compose=euler needs objective=denoise (or use --preset paper)")
+        if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
+            raise ValueError("skip=edm only composes by euler; use compose=euler or skip=exact")
+        if self.compose == "fuse" and self.blocks < 2:
+            raise ValueError("compose=fuse needs at least 2 blocks: one to read and the fusion block")
+        if self.compose == "fuse" and self.objective != "next":
+            raise ValueError("compose=fuse needs objective=next; use compose=pool or compose=euler with objective=denoise")
+        if self.tail:
+            if self.objective != "denoise":
+                raise ValueError("tail needs objective=denoise")
+            if self.tail >= self.context:
+                raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
+            if self.tail_sigma_min >= self.sigma_max:
+                raise ValueError(f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}")
+        return self
+
+    @property
+    def independent(self) -> int:
+        """How many blocks read only bytes; they are numbered 1 to this."""
+        return self.blocks - 1 if self.compose == "fuse" else self.blocks
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the canonical JSON: equal exactly where all settings are."""
+        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def replace(self, **changes: Any) -> Config:
+        """The same settings with some changed, validated again."""
+        return make_config({**self.model_dump(), **changes})
+
+    def to_toml(self) -> str:
+        """The settings as a TOML document."""
+        return tomli_w.dumps(self.model_dump())
+
+
+def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
+    """Validated settings; those named win over the preset, the preset over the defaults."""
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(sorted(PRESETS))}")
+    try:
+        return Config(**{**(PRESETS[preset] if preset else {}), **settings})
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, not yet validated."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _fitting_heads(width: int, heads: int) -> int:
+    return next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0) if width % 2 == 0 else 1
+
+
+def _sentence(error: ValidationError) -> str:
+    """pydantic's report as one line a user can act on."""
+    parts = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(Config.model_fields)
+            parts.append(f"unknown setting {name!r}; known settings: {known}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            parts.append(f"{name}: {message} (got {item['input']!r})" if name else message)
+    return "; ".join(parts)

@@ -1,0 +1,24 @@
+"""Writing files so that a reader, or a machine that loses power, sees the old content or the new, never half of one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Temporary file, fsync, rename, fsync of the folder."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

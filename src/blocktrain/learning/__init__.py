@@ -1,0 +1,1 @@
+"""The method: noise, model, data, objective, training, composition, evaluation. Knows nothing of the wire."""

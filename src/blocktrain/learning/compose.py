@@ -1,0 +1,246 @@
+"""Blocks as plain callables -> one model, and the loops that write text with it.
+
+A *stage* is anything called as `stage(ids, start) -> features`: it forgets what it knew from position `start` on, reads
+the ids from there, and returns their features (1, T, W). Local blocks and remote ones look alike. A *scorer* is the same
+one level up, `scorer(ids, start) -> logits`: the composed model with its caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.config import VOCABULARY, Config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.model import Block, Cache, Readout, target_table
+from blocktrain.learning.noise import edm, euler_step, noise_levels
+from blocktrain.learning.objective import denoise_logits
+
+Stage = Callable[[Tensor, int], Tensor]
+Scorer = Callable[[Tensor, int], Tensor]
+
+
+@dataclass
+class Model:
+    """A trained run: its independent blocks in order, the fusion block if it has one, and the fitted pool weights."""
+
+    config: Config
+    blocks: list[Block]
+    fusion: Block | None = None
+    pool_weights: Tensor | None = None
+    table: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.table = target_table(self.config).to(self.blocks[0].embed.device)
+        for block in [*self.blocks, *([self.fusion] if self.fusion else [])]:
+            block.requires_grad_(False).eval()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.blocks[0].embed.device
+
+    def features(self, number: int, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """What block `number` (from 1) makes of the bytes alone, without a noised target."""
+        block = self.blocks[number - 1]
+        if block.skip != "exact":
+            return block.features(tokens, cache=cache)
+        # z = 0 is the mean of what the block saw; its noise level is the middle of its range.
+        low, high = noise_levels(self.config).ranges(self.config.blocks, 0.0)[number - 1]
+        c_noise = edm(torch.tensor((low * high) ** 0.5, device=self.device), self.config.sigma_data).noise
+        z = torch.zeros(*tokens.shape, self.config.z_width, device=self.device)
+        return block.features(tokens, z=z, c_noise=c_noise, cache=cache)
+
+    def all_features(self, tokens: Tensor) -> Tensor:
+        """(N, B, T, W)."""
+        return torch.stack([self.features(n, tokens) for n in range(1, len(self.blocks) + 1)])
+
+    def readout(self) -> Readout:
+        """The pool of the independent blocks under the fitted weights (equal ones where none are fitted)."""
+        pool = Readout(len(self.blocks), self.config.width).to(self.device).requires_grad_(False)
+        pool.copy_from(self.blocks)
+        if self.pool_weights is not None:
+            pool.weights.copy_(self.pool_weights)
+        return pool
+
+    def scorer(self, *, seed: int = 0) -> Scorer:
+        """The composed model as it was meant to be used, with its caches."""
+        if self.config.compose == "euler":
+            return EulerScorer(self, seed)
+        return Fan([LocalStage(self, n) for n in range(1, len(self.blocks) + 1)], self.fusion or self.readout())
+
+    def drafter(self, number: int = 1) -> Scorer:
+        """One block as a language model of its own."""
+        if self.blocks[number - 1].skip == "edm":
+            raise ConfigError("a block of skip=edm predicts nothing without a noised target; use mode autoregressive")
+        stage = LocalStage(self, number)
+        return lambda ids, start: self.blocks[number - 1](stage(ids, start))
+
+
+class LocalStage:
+    """A block in this process, with its cache."""
+
+    def __init__(self, model: Model, number: int) -> None:
+        self.model, self.number = model, number
+        self.cache = Cache(model.blocks[number - 1], 1)
+
+    def __call__(self, ids: Tensor, start: int) -> Tensor:
+        self.cache.truncate(start)
+        return self.model.features(self.number, ids, self.cache)
+
+
+class Fan:
+    """All stages read the same ids; their features meet in the fusion block or in the pool."""
+
+    def __init__(self, stages: Sequence[Stage], readout: Block | Readout) -> None:
+        self.stages, self.readout = stages, readout
+        self.cache = Cache(readout, 1) if isinstance(readout, Block) else None
+
+    def __call__(self, ids: Tensor, start: int) -> Tensor:
+        features = torch.stack([stage(ids, start) for stage in self.stages])
+        kept = torch.ones(features.shape[:2], device=features.device)
+        if self.cache is None or not isinstance(self.readout, Block):
+            pool: Readout = self.readout  # type: ignore[assignment]
+            return pool(pool.normed(features), kept)
+        self.cache.truncate(start)
+        return self.readout.fuse(ids, features, kept, self.cache)
+
+
+class EulerScorer:
+    """The paper's path: every position starts from its own noise and passes all blocks from high noise to low.
+
+    Its blocks mix z into what later positions attend to, so the window is walked again each time instead of cached.
+    """
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model, self.seed = model, seed
+        self.window = torch.zeros(1, 0, dtype=torch.long, device=model.device)
+
+    def __call__(self, ids: Tensor, start: int) -> Tensor:
+        self.window = torch.cat([self.window[:, :start], ids], dim=1)
+        noise = position_noise(self.seed, 0, self.window.shape[1], self.model.config.z_width)[None]
+        return euler_path(self.model, self.window, noise.to(self.model.device))[-1][:, start:]
+
+
+def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) -> list[Tensor]:
+    """Logits (B, T, V) after each block, walking the noise levels down from sigma_max; noise (B, T, Z) is standard normal."""
+    config = model.config
+    edges = noise_levels(config, tail=tail > 0).edges(config.blocks)[::-1]
+    z = edges[0] * noise
+    path = []
+    for number, block in enumerate(model.blocks):
+        sigma, sigma_next = edges[number], edges[number + 1]
+        level = torch.tensor(sigma, device=tokens.device)
+        path.append(denoise_logits(block, model.table, tokens, z, level, config.sigma_data, tail=tail))
+        z = euler_step(z, path[-1].softmax(-1) @ model.table, sigma, sigma_next)
+    return path
+
+
+def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
+    """Standard normal (count, width), row i a pure function of (seed, first + i)."""
+    rows = [np.random.Generator(np.random.Philox(key=[seed, first + i])).standard_normal(width) for i in range(count)]
+    return torch.from_numpy(np.stack(rows)).float()
+
+
+def window_start(known: int, context: int) -> int:
+    """Where the window begins when `known` bytes are known: a pure function, so that every mode and host agrees.
+
+    When the context is full the window restarts at its last half.
+    """
+    half = context // 2
+    return 0 if known <= context else -(-(known - context) // half) * half
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The byte at position t as a pure function of its logits, the seed and t (Gumbel noise from a counter)."""
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def pick(self, logits: Tensor, position: int) -> int:
+        """Index of the chosen byte; temperature 0 takes the likeliest."""
+        logp = logits.double().log_softmax(-1).cpu().numpy()
+        if self.temperature == 0:
+            return int(logp.argmax())
+        logp = logp / self.temperature
+        if self.top_p < 1:
+            order = np.argsort(-logp, kind="stable")
+            p = np.exp(logp[order] - logp.max())
+            before = (np.cumsum(p) - p) / p.sum()
+            logp[order[before >= self.top_p]] = -np.inf
+        gumbel = np.random.Generator(np.random.Philox(key=[self.seed, position])).gumbel(size=VOCABULARY)
+        return int((logp + gumbel).argmax())
+
+
+@torch.no_grad()
+def autoregressive(scorer: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, device: torch.device) -> Iterator[int]:
+    """`count` bytes after the prompt, one traversal each."""
+    text = list(prompt)
+    begin = read = 0  # the scorer knows text[begin:read]
+    for _ in range(count):
+        if window_start(len(text), context) != begin:
+            begin = read = window_start(len(text), context)
+        logits = scorer(torch.tensor([text[read:]], device=device), read - begin)[0, -1]
+        read = len(text)
+        text.append(sampler.pick(logits, read))
+        yield text[-1]
+
+
+@torch.no_grad()
+def sweep(
+    scorer: Scorer, drafter: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, sweeps: int, device: torch.device
+) -> Iterator[int]:
+    """`count` bytes in `sweeps` traversals per window: a draft of them all, then every position replaced at once by what
+    the full model makes of the text before it (Jacobi iteration: it ends in the autoregressive answer)."""
+    text = list(prompt)
+    end = len(text) + count
+    while len(text) < end:
+        known = len(text)
+        begin = window_start(known, context)
+        last = known  # one past the last byte that this window may predict
+        while last < end and window_start(last, context) == begin:
+            last += 1
+        draft = list(autoregressive(drafter, bytes(text), last - known, context, sampler, device))
+        for _ in range(sweeps):
+            ids = torch.tensor([(text + draft)[begin : last - 1]], device=device)
+            logits = scorer(ids, 0)[0, known - 1 - begin :]
+            improved = [sampler.pick(logits[i], known + i) for i in range(last - known)]
+            if improved == draft:
+                break
+            draft = improved
+        text += draft
+        yield from draft
+
+
+@torch.no_grad()
+def sweep_from_noise(model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int) -> Iterator[int]:
+    """`count` bytes, a tail's length per traversal, from pure noise: the paper's path, for models trained with a tail.
+
+    Each further sweep of a chunk starts again from noise around the text of the one before.
+    """
+    config = model.config
+    if not config.tail:
+        raise ConfigError("this model has no tail: train one with --objective denoise --compose euler --tail 32")
+    text = list(prompt)
+    end = len(text) + count
+    while len(text) < end:
+        size = min(config.tail, end - len(text))
+        known = text[-(config.context - size + 1) :]
+        tokens = torch.tensor([known + [0] * (size - 1)], device=model.device)
+        first = len(text) - len(known)
+        chunk: list[int] = []
+        for number in range(sweeps):
+            noise = position_noise(sampler.seed + number, first, tokens.shape[1], config.z_width)[None].to(model.device)
+            if chunk:
+                start = noise_levels(config, tail=True).sigma_max
+                noise[:, -size:] += model.table[torch.tensor(chunk, device=model.device)] / start
+            logits = euler_path(model, tokens, noise, tail=size)[-1][0, -size:]
+            chunk = [sampler.pick(logits[i], len(text) + i) for i in range(size)]
+        text += chunk
+        yield from chunk

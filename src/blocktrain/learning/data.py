@@ -1,0 +1,206 @@
+"""A corpus as memory-mapped bytes, and its batches as a pure function of (seed, stream, step)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blocktrain.errors import CorpusError
+
+Bytes = npt.NDArray[np.uint8]
+
+VALID_SHARE = 0.05
+CALIBRATION_SHARE = 1 / 64
+CALIBRATION_MAX = 1 << 18
+TEXT_SUFFIXES = {
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".html",
+    ".xml",
+    ".tex",
+    ".c",
+    ".h",
+    ".js",
+    ".ts",
+    ".java",
+    ".go",
+    ".rs",
+}
+_HUB = {"wikitext2": ("wikitext-2", "wikitext-2-raw-v1"), "wikitext103": ("wikitext-103", "wikitext-103-raw-v1")}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text in three parts: what blocks train on, what pool weights are fitted on, what is evaluated."""
+
+    name: str
+    train: Bytes
+    calibration: Bytes
+    valid: Bytes
+
+    def require(self, context: int) -> None:
+        """Refuse a corpus that cannot fill one context in each part."""
+        for part in ("train", "calibration", "valid"):
+            found = len(getattr(self, part))
+            if found < context + 1:
+                raise CorpusError(
+                    f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; "
+                    "use a longer text or a smaller --context"
+                )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a corpus is: a name or path, the folder of named corpora, and the folder for what is gathered or downloaded."""
+
+    spec: str
+    data_dir: Path | None
+    cache_dir: Path
+
+    def open(self) -> Corpus:
+        """The corpus, memory-mapped."""
+        return open_corpus(self.spec, self.data_dir, self.cache_dir)
+
+
+def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
+    """A corpus by name (stdlib, wikitext2, wikitext103) or by the path of a text file or folder."""
+    if spec == "stdlib":
+        return _whole(spec, _gathered("stdlib", _stdlib_files(), cache))
+    if spec in _HUB:
+        train, valid = _wikitext(spec, data_dir, cache)
+        return _split(spec, _map(train), _map(valid))
+    path = Path(spec)
+    if path.is_dir():
+        if (path / "train.txt").is_file() and (path / "valid.txt").is_file():
+            return _split(spec, _map(path / "train.txt"), _map(path / "valid.txt"))
+        return _whole(spec, _gathered(path.name, _text_files(path), cache))
+    if path.is_file():
+        return _whole(spec, path)
+    raise CorpusError(f"no corpus {spec!r}: it is neither a file, nor a folder, nor one of stdlib, {', '.join(_HUB)}")
+
+
+def batch(data: Bytes, *, seed: int, stream: int, step: int, batch: int, context: int) -> torch.Tensor:
+    """(batch, context + 1) byte ids at random offsets: a pure function of (seed, stream, step)."""
+    offsets = batch_offsets(len(data), seed=seed, stream=stream, step=step, batch=batch, context=context)
+    rows = np.stack([data[o : o + context + 1] for o in offsets])
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def batch_offsets(size: int, *, seed: int, stream: int, step: int, batch: int, context: int) -> npt.NDArray[np.int64]:
+    """Where the sequences of a step begin."""
+    key = np.array([seed, (stream << 32) | step], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).integers(0, size - context, size=batch)
+
+
+def rows_without_overlap(data: Bytes, context: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(index of the first row, (rows, <= context + 1) ids): every byte but the first is predicted exactly once."""
+    full = (len(data) - 1) // context
+    for first in range(0, full, rows):
+        some = [data[i * context : (i + 1) * context + 1] for i in range(first, min(first + rows, full))]
+        yield first, torch.from_numpy(np.stack(some).astype(np.int64))
+    if full * context < len(data) - 1:
+        yield full, torch.from_numpy(np.array(data[full * context :], dtype=np.int64)[None])
+
+
+def _whole(name: str, path: Path) -> Corpus:
+    """One file split 95 : 5 at a line boundary."""
+    data = _map(path)
+    cut = int(len(data) * (1 - VALID_SHARE))
+    line_end = np.flatnonzero(data[cut : cut + (1 << 16)] == ord("\n"))
+    cut += int(line_end[0]) + 1 if len(line_end) else 0
+    return _split(name, data[:cut], data[cut:])
+
+
+def _split(name: str, train: Bytes, valid: Bytes) -> Corpus:
+    """Keep the end of the training part for fitting pool weights: no block trains on it."""
+    kept = min(max(int(len(train) * CALIBRATION_SHARE), 4096), CALIBRATION_MAX, len(train) // 4)
+    return Corpus(name, train[: len(train) - kept], train[len(train) - kept :], valid)
+
+
+def _map(path: Path) -> Bytes:
+    try:
+        if path.stat().st_size == 0:
+            raise CorpusError(f"{path} is empty; give a file with text in it")
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
+    """The files one after another in one cached file, named by what was read: size and time of each."""
+    listed = sorted(files)
+    if not listed:
+        raise CorpusError(f"{name}: no text files found ({', '.join(sorted(TEXT_SUFFIXES))})")
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in listed]
+    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
+    target = cache / "corpora" / f"{name}-{digest}.txt"
+    if not target.exists():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_suffix(f".{os.getpid()}.partial")
+            with partial.open("wb") as out:
+                for file in listed:
+                    out.write(file.read_bytes())
+            partial.replace(target)
+        except OSError as error:
+            raise CorpusError(f"cannot gather {name} into {target.parent}: {error.strerror or error}") from None
+    return target
+
+
+def _stdlib_files() -> Iterator[Path]:
+    """The modules of the standard library, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+    return (p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    return (p for p in folder.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+
+
+def _wikitext(name: str, data_dir: Path | None, cache: Path) -> tuple[Path, Path]:
+    folder, hub_name = _HUB[name]
+    if data_dir is not None and (data_dir / folder / "train.txt").is_file():
+        return data_dir / folder / "train.txt", data_dir / folder / "valid.txt"
+    downloaded = cache / "corpora" / folder
+    if not (downloaded / "valid.txt").is_file():
+        _download(name, hub_name, downloaded)
+    return downloaded / "train.txt", downloaded / "valid.txt"
+
+
+def _download(name: str, hub_name: str, target: Path) -> None:
+    """Fetch the splits from the Hugging Face hub and keep them as plain text."""
+    try:
+        from huggingface_hub import HfApi, hf_hub_download
+        from pyarrow import parquet
+
+        files = HfApi().list_repo_files("Salesforce/wikitext", repo_type="dataset")
+        target.mkdir(parents=True, exist_ok=True)
+        for split, ours in (("train", "train.txt"), ("validation", "valid.txt")):
+            parts = sorted(f for f in files if f.startswith(f"{hub_name}/{split}-"))
+            partial = target / f"{ours}.partial"
+            with partial.open("w", encoding="utf-8") as out:
+                for part in parts:
+                    local = hf_hub_download("Salesforce/wikitext", part, repo_type="dataset")
+                    for text in parquet.read_table(local, columns=["text"])["text"].to_pylist():
+                        out.write(text)
+            partial.replace(target / ours)
+    except Exception as error:
+        raise CorpusError(
+            f"{name} is not here and could not be downloaded ({type(error).__name__}); either set BLOCKTRAIN_DATA to a folder "
+            f"with {target.name}/train.txt and {target.name}/valid.txt, or connect to the Hugging Face hub"
+            " and install blocktrain[hub]"
+        ) from None

@@ -1,0 +1,149 @@
+"""Training all blocks on this machine, each in a process of its own, then composing and judging the result."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.config import Config
+from blocktrain.events import EventLog, read_events
+from blocktrain.learning.compose import Model, Sampler, autoregressive
+from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
+from blocktrain.learning.noise import noise_levels
+from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json
+from blocktrain.learning.train import REFERENCE, Trainer, pick_device
+from blocktrain.processes import Channel, Job, run_jobs
+
+CHECKPOINT_SECONDS = 20.0
+REPORT_SECONDS = 0.2
+SAMPLE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run to be trained here: its folder, settings, corpus, and whether the reference is wanted too."""
+
+    run: Run
+    config: Config
+    source: Source
+    reference: bool = False
+    slots: int = 1
+    threads: int = 1
+
+
+Told = Callable[[int, int, float], None]
+"""(block, steps made, loss)"""
+
+
+def train_blocks(plan: Plan, told: Told) -> None:
+    """Train what is not yet published; stops and continues anywhere."""
+    plan.source.open().require(plan.config.context)
+    log = EventLog(plan.run.events)
+    indices = {block_name(i): i for i in range(plan.config.blocks + 1)}
+
+    def on_message(name: str, message: dict[str, Any]) -> None:
+        log.write(message.pop("kind"), block=indices[name], **message)
+        if "loss" in message:
+            told(indices[name], message["step"], message["loss"])
+
+    log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
+    try:
+        run_jobs(_jobs(plan), plan.slots, on_message)
+    finally:
+        log.close()
+
+
+def _jobs(plan: Plan) -> list[Job]:
+    """The reference first, as it takes longest; fusion after those it reads."""
+    missing = [i for i in range(plan.config.blocks + 1) if not plan.run.weights(i).exists() and (i != REFERENCE or plan.reference)]
+    fusion = plan.config.blocks if plan.config.compose == "fuse" else None
+    independent = tuple(block_name(i) for i in missing if i not in (REFERENCE, fusion))
+    return [Job(block_name(i), train_one, (plan, i), after=independent if i == fusion else ()) for i in missing]
+
+
+def train_one(channel: Channel, plan: Plan, index: int) -> None:
+    """The work of one process: one block from its saved state (or its start) to its published weights."""
+    torch.set_num_threads(plan.threads)
+    device = pick_device(plan.config.device)
+    reads = plan.config.independent if plan.config.compose == "fuse" and index == plan.config.blocks else 0
+    trainer = Trainer(plan.config, index, [load_block(plan.run, plan.config, n, device) for n in range(1, reads + 1)])
+    state = plan.run.state(index)
+    if state.exists():
+        trainer.load(state)
+    began = said = saved = time.monotonic()
+    losses: list[float] = []
+    for step, loss in trainer.run(plan.source.open().train, plan.config.steps):
+        losses.append(loss)
+        now = time.monotonic()
+        if now - said > REPORT_SECONDS or step == plan.config.steps:
+            channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
+            said, losses = now, []
+        if channel.stopped:
+            trainer.save(state)
+            return
+        if now - saved > CHECKPOINT_SECONDS:
+            trainer.save(state)
+            saved = now
+    publish(plan.run, index, trainer.block)
+    state.unlink(missing_ok=True)
+    channel.send(kind="block_done", step=trainer.step, seconds=round(time.monotonic() - began, 1), peak_mb=peak_mb())
+
+
+def peak_mb() -> float:
+    """Most resident memory this process ever had, in MB, interpreter and libraries included."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would start from what the parent had
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return round(int(line.split()[1]) * 1024 / 1e6, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+
+
+def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
+    corpus = plan.source.open()
+    device = pick_device(plan.config.device)
+    weights = None
+    if plan.config.skip == "exact":
+        blocks = [load_block(plan.run, plan.config, n, device) for n in range(1, plan.config.independent + 1)]
+        weights = fit_pool_weights(Model(plan.config, blocks), corpus.calibration)
+    seal(plan.run, plan.config, plan.source.spec, weights)
+    model = load_model(plan.run.folder, device)
+    result = _judge(plan, corpus, model, progress)
+    write_json(plan.run.folder / "result.json", result)
+    return result
+
+
+def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
+    config = plan.config
+    ce = evaluate(model, corpus.valid, seed=config.seed, progress=progress)
+    if plan.run.weights(REFERENCE).exists():
+        reference = load_block(plan.run, config, REFERENCE, model.device)
+        ce["reference"] = evaluate_alone(reference, corpus.valid, config.context)
+    done = {e["block"]: e for e in read_events(plan.run.events) if e["kind"] == "block_done"}
+    prompt = bytes(corpus.valid[: config.context // 2])
+    sampler = Sampler(config.seed, temperature=0.8)
+    written = autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device)
+    return {
+        "valid_ce": {name: round(value, 5) for name, value in ce.items()},
+        "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
+        "corpus": {"name": corpus.name, "train_bytes": len(corpus.train), "valid_bytes": len(corpus.valid)},
+        "parameters": {block_name(n): _parameters(plan, n) for n in range(1, config.blocks + 1)},
+        "pool_weights": None if model.pool_weights is None else [round(float(w), 4) for w in model.pool_weights],
+        "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)] if config.objective == "denoise" else None,
+        "seconds": {block_name(n): e["seconds"] for n, e in sorted(done.items())},
+        "peak_mb": {block_name(n): e["peak_mb"] for n, e in sorted(done.items())},
+        "sample": {"prompt": prompt.decode("utf-8", "replace"), "text": bytes(written).decode("utf-8", "replace"), "temperature": 0.8},
+    }
+
+
+def _parameters(plan: Plan, index: int) -> int:
+    return sum(p.numel() for p in load_block(plan.run, plan.config, index, torch.device("cpu")).parameters())

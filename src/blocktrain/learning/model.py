@@ -1,0 +1,254 @@
+"""The whole network: layer, block, the readout of several blocks, the target table, the cache.
+
+Shapes in comments: B sequences, T positions, W width, H heads, D = W / H, V vocabulary, N blocks read, Z z_width.
+
+Every product of a row with a matrix gives the same bits whether the row comes alone or with others: matrices are stored
+(in, out), rows are padded to four, and cached attention always looks at all key slots. That is what lets a drafted,
+verified or failed-over answer be the same text, byte for byte (docs/method.md, "Same bits").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktrain.config import VOCABULARY, Config
+
+MIN_ROWS = 4
+NOISE_FREQUENCIES = 16
+
+
+class Linear(nn.Module):
+    """x @ weight with the weight stored (in, out): BLAS then gives a row the same bits in any batch of MIN_ROWS or more."""
+
+    def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * (gain * inputs**-0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if rows >= MIN_ROWS:
+            return x @ self.weight
+        flat = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, MIN_ROWS - rows)) @ self.weight
+        return flat[:rows].reshape(*x.shape[:-1], -1)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.scale, 1e-6)
+
+
+class Cache:
+    """Keys and values of one block for the positions [0, length) of the current window."""
+
+    def __init__(self, block: Block, batch: int) -> None:
+        layer = block.layers[0]
+        like = layer.qkv.weight
+        slots = block.context + MIN_ROWS
+        shape = (len(block.layers), 2, batch, layer.heads, slots, like.shape[0] // layer.heads)
+        self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
+        self.length = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from this position on."""
+        self.length = min(self.length, length)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and MLP, both added to the residual stream."""
+
+    def __init__(self, width: int, heads: int, depth: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = RMSNorm(width)
+        self.qkv = Linear(width, 3 * width)
+        self.attention_out = Linear(width, width, gain=(2 * depth) ** -0.5)
+        self.norm_mlp = RMSNorm(width)
+        self.up = Linear(width, 4 * width)
+        self.down = Linear(4 * width, width, gain=(2 * depth) ** -0.5)
+
+    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, slots: Tensor | None, start: int) -> Tensor:
+        B, T, W = x.shape
+        q, k, v = self.qkv(self.norm_attention(x)).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, rotation), rotate(k, rotation)  # (B, H, T, D)
+        if slots is not None:  # cached: write the new keys and values, then look at every slot
+            slots[0, :, :, start : start + T] = k
+            slots[1, :, :, start : start + T] = v
+            k, v = slots[0].to(q.dtype), slots[1].to(q.dtype)
+            q = F.pad(q, (0, 0, 0, max(MIN_ROWS - T, 0)))
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        x = x + self.attention_out(a[:, :, :T].transpose(1, 2).reshape(B, T, W))
+        return x + self.down(F.relu(self.up(self.norm_mlp(x))).square())
+
+
+class Readout(nn.Module):
+    """The log-linear pool: frozen final norms and heads of the blocks that are read, and a weight for each."""
+
+    norms: Tensor
+    heads: Tensor
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.full((count,), 1 / count))
+        self.register_buffer("norms", torch.ones(count, width))
+        self.register_buffer("heads", torch.zeros(count, width, VOCABULARY))
+
+    def copy_from(self, blocks: Sequence[Block]) -> None:
+        """Take over the published norms and heads."""
+        for i, block in enumerate(blocks):
+            self.norms[i] = block.norm.scale.detach()
+            self.heads[i] = block.head.weight.detach()
+
+    def normed(self, features: Tensor) -> Tensor:
+        """(N, B, T, W) raw features -> the same under each block's own final norm."""
+        return F.rms_norm(features, (features.shape[-1],), None, 1e-6) * self.norms[:, None, None]
+
+    def forward(self, normed: Tensor, kept: Tensor) -> Tensor:
+        """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V)."""
+        N, B, T, W = normed.shape
+        rows = F.pad(normed.reshape(N, B * T, W), (0, 0, 0, max(MIN_ROWS - B * T, 0)))
+        logp = torch.bmm(rows, self.heads)[:, : B * T].float().log_softmax(-1).view(N, B, T, -1)
+        return pool(logp, self.weights, kept)
+
+
+class Block(nn.Module):
+    """The layers one worker trains, with everything they need to predict the next byte on their own.
+
+    `reads` counts the earlier blocks whose frozen features it takes: 0 for an independent block, all others for fusion.
+    """
+
+    rotation: Tensor
+
+    def __init__(self, config: Config, *, layers: int, reads: int = 0) -> None:
+        super().__init__()
+        W = config.width
+        self.context, self.reads = config.context, reads
+        self.embed = nn.Parameter(torch.randn(VOCABULARY, W) * 0.1)
+        self.layers = nn.ModuleList([Layer(W, config.heads, layers) for _ in range(layers)])
+        self.norm = RMSNorm(W)
+        self.skip = config.skip if config.objective == "denoise" and not reads else None
+        if self.skip:  # what reads z starts at zero: an untrained z path must not disturb the context path
+            self.z_in = Linear(config.z_width, W, gain=0)
+            self.noise_in = Linear(2 * NOISE_FREQUENCIES, W, gain=0)
+        if config.tail and not reads:
+            self.mask = nn.Parameter(torch.randn(W) * 0.1)
+        if self.skip == "edm":
+            self.z_out = Linear(W, config.z_width)
+        self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0 if reads else 0.5)
+        if reads:
+            self.readout = Readout(reads, W)
+            self.mix = Linear(reads * W, W)
+        self.register_buffer("rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False)
+
+    def features(
+        self,
+        tokens: Tensor,  # (B, T)
+        *,
+        z: Tensor | None = None,  # (B, T, Z), scaled by c_in
+        c_noise: Tensor | None = None,  # (B,) or ()
+        read: Tensor | None = None,  # (N, B, T, W), normed
+        cache: Cache | None = None,
+        tail: int = 0,
+    ) -> Tensor:
+        """The residual stream after the last layer, (B, T, W). With a cache the tokens continue where it ends."""
+        T = tokens.shape[1]
+        start = cache.length if cache else 0
+        if start + T > self.context:
+            raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
+        x = F.embedding(tokens, self.embed)
+        if tail > 1:  # the first position of the tail still knows its byte: what it does not know is the next one
+            known = torch.arange(T, device=x.device) <= T - tail
+            x = torch.where(known[:, None], x, self.mask)
+        if z is not None and c_noise is not None:
+            x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(-1, 1, x.shape[-1])
+        if read is not None:
+            x = x + self.mix(read.permute(1, 2, 0, 3).flatten(2))
+        rotation = self.rotation[:, start : start + T]
+        mask = self._mask(T, start, cache, tail)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, mask, cache.data[i] if cache else None, start)
+        if cache:
+            cache.length = start + T
+        return x
+
+    def _mask(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
+        """Which keys a query may see: itself and what came before; the positions of a tail also see each other."""
+        if cache is None and not tail:
+            return None
+        queries = max(T, MIN_ROWS) if cache else T
+        keys = torch.arange(cache.data.shape[-2] if cache else T, device=self.embed.device)
+        query = start + torch.arange(queries, device=self.embed.device)
+        last = start + T - 1
+        in_tail = (query > last - tail) & (query <= last)
+        return (keys <= query[:, None]) | (in_tail[:, None] & (keys <= last))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Next-byte logits (B, T, V) of this block alone, from its features."""
+        return self.head(self.norm(features)).float()
+
+    def fuse(self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None) -> Tensor:
+        """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there."""
+        normed = self.readout.normed(features) * kept[:, :, None, None]
+        own = self.features(tokens, read=normed, cache=cache)
+        return self.readout(normed, kept) + self(own)
+
+
+def pool(logp: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
+    """Weighted sum over the first axis (N, B, T, V); the weights of the blocks that are there share those of the missing."""
+    w = weights[:, None] * kept
+    w = w * (weights.sum() / w.sum(0))
+    return torch.einsum("nb,nbtv->btv", w, logp)
+
+
+def rotations(positions: int, head_width: int) -> Tensor:
+    """Rotary angles as (2, positions, D / 2): cosine and sine."""
+    frequency = 10000.0 ** (-torch.arange(0, head_width, 2) / head_width)
+    angle = torch.arange(positions)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotary position embedding of (B, H, T, D), halves as the two coordinates."""
+    cos, sin = rotation
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
+
+
+def noise_features(c_noise: Tensor) -> Tensor:
+    """Sines and cosines of the noise level, (B, 2 * NOISE_FREQUENCIES)."""
+    frequency = torch.logspace(0, 5, NOISE_FREQUENCIES, base=2.0, device=c_noise.device)
+    angle = c_noise.reshape(-1, 1).float() * frequency
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+def target_table(config: Config) -> Tensor:
+    """Y (V, Z): unit rows drawn from the run's seed; never trained, never shipped."""
+    generator = torch.Generator().manual_seed(config.seed)
+    return F.normalize(torch.randn(VOCABULARY, config.z_width, generator=generator), dim=-1)
+
+
+def build_block(config: Config, index: int) -> Block:
+    """Block `index` (from 1) of a run with its initial weights, a function of (seed, index)."""
+    reads = config.independent if config.compose == "fuse" and index == config.blocks else 0
+    return _seeded(config, index, layers=config.layers_per_block, reads=reads)
+
+
+def build_reference(config: Config) -> Block:
+    """The end-to-end model of the same shape: all layers in one stack, trained as one."""
+    plain = config.replace(objective="next", tail=0, compose="pool", skip="exact")
+    return _seeded(plain, 0, layers=config.blocks * config.layers_per_block)
+
+
+def _seeded(config: Config, index: int, *, layers: int, reads: int = 0) -> Block:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed * 1009 + index)
+        return Block(config, layers=layers, reads=reads)

@@ -1,0 +1,94 @@
+"""Noise levels of the method: their distribution, its split among blocks, EDM's coefficients, the Euler step.
+
+Symbols follow Karras et al. 2022 (EDM) and the DiffusionBlocks paper: sigma is a noise level, ln(sigma) is normal with
+mean p_mean and deviation p_std, truncated to [sigma_min, sigma_max].
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import Config
+
+
+class Range(NamedTuple):
+    """The noise levels one block is responsible for."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """Truncated log-normal distribution of sigma, cut into parts of equal probability."""
+
+    p_mean: float
+    p_std: float
+    sigma_min: float
+    sigma_max: float
+
+    def mass_below(self, sigma: float) -> float:
+        """Probability that the untruncated distribution gives a level below sigma."""
+        return NormalDist(self.p_mean, self.p_std).cdf(math.log(sigma))
+
+    def edges(self, blocks: int) -> list[float]:
+        """blocks + 1 rising levels with equal probability between neighbours."""
+        low, high = self.mass_below(self.sigma_min), self.mass_below(self.sigma_max)
+        normal = NormalDist(self.p_mean, self.p_std)
+        inner = [math.exp(normal.inv_cdf(low + (high - low) * i / blocks)) for i in range(1, blocks)]
+        return [self.sigma_min, *inner, self.sigma_max]
+
+    def ranges(self, blocks: int, gamma: float) -> list[Range]:
+        """A range per block, the first owning the highest noise, each widened by gamma of its log-width on both sides."""
+        edges = self.edges(blocks)
+        found = []
+        for low, high in reversed(list(itertools.pairwise(edges))):
+            widening = (high / low) ** gamma
+            found.append(Range(max(low / widening, self.sigma_min), min(high * widening, self.sigma_max)))
+        return found
+
+    def sample(self, part: Range, uniform: Tensor) -> Tensor:
+        """Levels inside a range from uniform numbers in [0, 1), by the inverse of the distribution function."""
+        low, high = self.mass_below(part.low), self.mass_below(part.high)
+        normal = torch.special.ndtri((low + (high - low) * uniform.double()).clamp(1e-12, 1 - 1e-12))
+        return torch.exp(self.p_mean + self.p_std * normal).clamp(part.low, part.high).float()
+
+
+class Edm(NamedTuple):
+    """EDM's preconditioning at one noise level: D = skip * z + out * F(in_ * z, noise)."""
+
+    skip: Tensor
+    out: Tensor
+    in_: Tensor
+    noise: Tensor
+    weight: Tensor
+
+
+def edm(sigma: Tensor, sigma_data: float) -> Edm:
+    """The coefficients of EDM (table 1): with them F sees and gives unit variance at every noise level."""
+    variance = sigma**2 + sigma_data**2
+    return Edm(
+        skip=sigma_data**2 / variance,
+        out=sigma * sigma_data / variance.sqrt(),
+        in_=variance.rsqrt(),
+        noise=sigma.log() / 4,
+        weight=variance / (sigma * sigma_data) ** 2,
+    )
+
+
+def euler_step(z: Tensor, denoised: Tensor, sigma: float, sigma_next: float) -> Tensor:
+    """One step of the probability-flow ODE from sigma to sigma_next."""
+    return z + (sigma_next - sigma) * (z - denoised) / sigma
+
+
+def noise_levels(config: Config, *, tail: bool = False) -> NoiseLevels:
+    """The distribution a run trains with; the tail has its own lower end."""
+    low = config.tail_sigma_min if tail else config.sigma_min
+    return NoiseLevels(config.p_mean, config.p_std, low, config.sigma_max)

@@ -1,0 +1,93 @@
+"""The loss of one block on one batch: next byte, denoising (plain or with a jointly denoised tail), fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktrain.config import Config
+from blocktrain.learning.model import Block
+from blocktrain.learning.noise import NoiseLevels, Range, edm, noise_levels
+
+
+class Loss(NamedTuple):
+    """`total` is what is minimised; `ce` is the plain cross entropy of the same predictions, in nats per byte."""
+
+    total: Tensor
+    ce: Tensor
+
+
+def next_loss(block: Block, tokens: Tensor) -> Loss:
+    """Cross entropy of the next byte; tokens (B, T + 1)."""
+    ce = F.cross_entropy(block(block.features(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten())
+    return Loss(ce, ce)
+
+
+def denoise_logits(block: Block, table: Tensor, tokens: Tensor, z: Tensor, sigma: Tensor, sigma_data: float, *, tail: int = 0) -> Tensor:
+    """log p(next byte | bytes, z) up to a constant, (B, T, V); sigma is one level or one per sequence.
+
+    `exact`: Bayes' rule splits it into what the context says, f, and what z says, z.Y / sigma^2 (rows of Y have unit
+    length). `edm`: the network completes EDM's estimate D of the target, and a head reads D.
+    """
+    level = sigma.reshape(-1, 1, 1)
+    c = edm(level, sigma_data)
+    hidden = block.features(tokens, z=c.in_ * z, c_noise=c.noise.flatten(), tail=tail)
+    if block.skip == "exact":
+        return block(hidden) + (z @ table.T) / level**2
+    estimate = c.skip * z + c.out * block.z_out(block.norm(hidden))
+    return block.head(estimate).float()
+
+
+def denoise_loss(block: Block, table: Tensor, tokens: Tensor, config: Config, index: int, generator: torch.Generator) -> Loss:
+    """Weighted cross entropy at noise levels drawn from the range of block `index`."""
+    uniform = torch.rand(tokens.shape[0], generator=generator).to(tokens.device)
+    noise = torch.randn(*tokens[:, 1:].shape, table.shape[1], generator=generator).to(tokens.device)
+    if config.tail and torch.rand((), generator=generator).item() < config.tail_share:
+        return _denoise_at(block, table, tokens, noise, uniform, config, _range(config, index, tail=True), config.tail)
+    return _denoise_at(block, table, tokens, noise, uniform, config, _range(config, index, tail=False), 0)
+
+
+def _range(config: Config, index: int, *, tail: bool) -> tuple[NoiseLevels, Range]:
+    levels = noise_levels(config, tail=tail)
+    return levels, levels.ranges(config.blocks, config.gamma)[index - 1]
+
+
+def _denoise_at(
+    block: Block,
+    table: Tensor,
+    tokens: Tensor,
+    noise: Tensor,
+    uniform: Tensor,
+    config: Config,
+    levels: tuple[NoiseLevels, Range],
+    tail: int,
+) -> Loss:
+    sigma = levels[0].sample(levels[1], uniform)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    z = table[targets] + sigma[:, None, None] * noise
+    logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=tail)
+    ce = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+    # The weight undoes c_out, the scale at which EDM's network speaks; with the exact skip there is none to undo.
+    weight = edm(sigma, config.sigma_data).weight if block.skip == "edm" else torch.ones_like(sigma)
+    return Loss((weight * ce).mean(), ce.mean())
+
+
+def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:
+    """Frozen features (N, B, T, W) of the blocks that a fusion block reads."""
+    with torch.no_grad():
+        return torch.stack([source.features(tokens) for source in sources])
+
+
+def fusion_loss(fusion: Block, sources: Sequence[Block], tokens: Tensor, dropout: float, generator: torch.Generator) -> Loss:
+    """Cross entropy of the fusion block, with whole blocks left out at random, but never all of a sequence's."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    drawn = torch.rand(len(sources), tokens.shape[0], generator=generator)
+    kept = drawn >= dropout
+    kept |= ~kept.any(0)
+    logits = fusion.fuse(inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32))
+    ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return Loss(ce, ce)

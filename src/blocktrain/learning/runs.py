@@ -1,0 +1,159 @@
+"""The run folder: what is in it, how it is read and written, and what is said when it is not what it should be.
+
+RUN/
+  config.toml             settings, and the corpus
+  events.jsonl            what happened, a line each
+  state/                  weights, optimizer and step of unfinished blocks
+  model/                  block-N.safetensors, config.json (settings, hashes, pool weights), README.md (model card)
+  reference/              the end-to-end model, if it was asked for
+  result.json             cross entropies, memory, seconds, sample
+  report.html             all of it to look at
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import tomli_w
+import torch
+
+from blocktrain.config import Config, make_config, read_toml
+from blocktrain.errors import RunError
+from blocktrain.files import write_atomic
+from blocktrain.learning.compose import Model
+from blocktrain.learning.model import Block, build_block, build_reference
+from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
+
+FORMAT = "blocktrain-model-1"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Paths of one run folder."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """Folder of the published weights."""
+        return self.folder / "model"
+
+    @property
+    def events(self) -> Path:
+        """The event log."""
+        return self.folder / "events.jsonl"
+
+    def state(self, index: int) -> Path:
+        """Unfinished state of a block or of the reference."""
+        return self.folder / "state" / f"{block_name(index)}.safetensors"
+
+    def weights(self, index: int) -> Path:
+        """Published weights of a block or of the reference."""
+        return self.folder / "reference" / "model.safetensors" if index == REFERENCE else self.model / f"{block_name(index)}.safetensors"
+
+
+def block_name(index: int) -> str:
+    """How a block is called in files and on screens."""
+    return "reference" if index == REFERENCE else f"block-{index}"
+
+
+def create_run(folder: Path, config: Config, data: str) -> Run:
+    """A new run folder; refuses one that already holds something."""
+    run = Run(folder)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise RunError(f"{folder} already holds something; continue it with --resume, or name another folder with --out")
+        for path in (folder, run.model, folder / "state"):
+            path.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / "config.toml", tomli_w.dumps({"data": data, **config.model_dump()}).encode())
+    except OSError as error:
+        raise RunError(f"cannot write the run folder {folder}: {error.strerror or error}") from None
+    return run
+
+
+def open_run(folder: Path) -> tuple[Run, Config, str]:
+    """An existing run folder with its settings and the name of its corpus."""
+    if not (folder / "config.toml").is_file():
+        raise RunError(f"{folder} is not a run folder (it has no config.toml); train one with: blocktrain train --out {folder}")
+    settings = read_toml(folder / "config.toml")
+    data = settings.pop("data", "stdlib")
+    return Run(folder), make_config(settings), str(data)
+
+
+def publish(run: Run, index: int, block: Block) -> None:
+    """Write a finished block's weights."""
+    target = run.weights(index)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in block.state_dict().items()}
+    write_atomic(target, safetensors.torch.save(tensors, {"format": FORMAT, "block": str(index)}))
+
+
+def load_block(run: Run, config: Config, index: int, device: torch.device) -> Block:
+    """Published weights of one block (or the reference) as a module."""
+    block = build_reference(config) if index == REFERENCE else build_block(config, index)
+    tensors, _ = read_tensors(run.weights(index))
+    load_weights(block, tensors, run.weights(index))
+    return block.to(device)
+
+
+def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
+    """Write model/config.json, last: with it the model is complete, and every file is named by its hash."""
+    files = {f.name: _sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
+    content = {
+        "format": FORMAT,
+        "settings": config.model_dump(),
+        "fingerprint": config.fingerprint,
+        "data": data,
+        "pool_weights": None if pool_weights is None else [float(w) for w in pool_weights],
+        "files": files,
+    }
+    write_json(run.model / "config.json", content)
+
+
+def load_model(folder: Path, device: torch.device) -> Model:
+    """The composed model of a run folder; every file is checked against its hash."""
+    run = Run(folder)
+    manifest = run.model / "config.json"
+    if not manifest.is_file():
+        reason = "its training is not finished; continue with --resume" if (folder / "config.toml").is_file() else "it is not a run folder"
+        raise RunError(f"{folder} has no finished model: {reason}")
+    content = read_json(manifest)
+    if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict) or not isinstance(content.get("files"), dict):
+        raise RunError(f"{manifest} is not a BlockTrain model of a format this version reads ({FORMAT})")
+    config = make_config(content["settings"])
+    for index in range(1, config.blocks + 1):
+        path = run.weights(index)
+        if not path.is_file():
+            raise RunError(f"{path} is missing; restore it or train again")
+        if _sha256(path) != content["files"].get(path.name):
+            raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest}")
+    blocks = [load_block(run, config, n, device) for n in range(1, config.independent + 1)]
+    fusion = load_block(run, config, config.blocks, device) if config.compose == "fuse" else None
+    weights = content.get("pool_weights")
+    return Model(config, blocks, fusion, None if weights is None else torch.tensor(weights, device=device))
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented JSON, atomically."""
+    write_atomic(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a sentence."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is damaged: it does not hold an object")
+    return content
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,161 @@
+"""The plain local loop of one block, and of the end-to-end reference: a state and a number of steps in, the new state out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from blocktrain.config import Config
+from blocktrain.errors import ConfigError, RunError
+from blocktrain.files import write_atomic
+from blocktrain.learning import data
+from blocktrain.learning.model import Block, build_block, build_reference, target_table
+from blocktrain.learning.objective import Loss, denoise_loss, fusion_loss, next_loss
+
+REFERENCE = 0  # the end-to-end model takes the place before block 1
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
+    """Linear warm-up over at most a tenth of all steps, then the schedule down to zero (or constant)."""
+    warmup = min(warmup, steps // 10)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / max(steps - warmup, 1)
+    if schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * share)) / 2
+    return peak * (1 - share) if schedule == "linear" else peak
+
+
+def pick_device(name: str) -> torch.device:
+    """The device by name; auto takes the best there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={name}, but this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps, but this torch sees no Apple GPU; use --device cpu")
+    return torch.device(name)
+
+
+@dataclass
+class Trainer:
+    """One block (or the reference), its optimizer, and how many steps it has made. Holds no other block's optimizer."""
+
+    config: Config
+    index: int
+    sources: Sequence[Block] = ()
+    step: int = 0
+    block: Block = field(init=False)
+    optimizer: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = pick_device(self.config.device)
+        built = build_reference(self.config) if self.index == REFERENCE else build_block(self.config, self.index)
+        self.block = built.to(self.device)
+        self.table = target_table(self.config).to(self.device)
+        if self.block.reads:
+            if len(self.sources) != self.block.reads:
+                raise ConfigError(f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given")
+            self.read(self.sources)
+        decayed = [p for p in self.block.parameters() if p.ndim > 1]
+        others = [p for p in self.block.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": self.config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
+
+    @property
+    def peak(self) -> float:
+        """The peak learning rate of this kind of block."""
+        if self.index == REFERENCE:
+            return self.config.reference_learning_rate
+        return self.config.fusion_learning_rate if self.block.reads else self.config.learning_rate
+
+    @property
+    def stream(self) -> int:
+        """Which order of the corpus this block reads."""
+        return self.index if self.config.data_order == "own" or self.index == REFERENCE else 1
+
+    def read(self, sources: Sequence[Block]) -> None:
+        """Take newly published blocks as what the fusion block reads."""
+        self.sources = [source.to(self.device).requires_grad_(False) for source in sources]
+        self.block.readout.copy_from(self.sources)
+
+    def run(self, corpus: data.Bytes, until: int) -> Iterator[tuple[int, float]]:
+        """Train to step `until`; after every step yields (steps made, cross entropy)."""
+        while self.step < until:
+            loss = self._one_step(corpus)
+            self.step += 1
+            yield self.step, loss
+
+    def _one_step(self, corpus: data.Bytes) -> float:
+        c = self.config
+        rate = learning_rate(self.step, c.steps, self.peak, c.warmup, c.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens = data.batch(corpus, seed=c.seed, stream=self.stream, step=self.step, batch=c.batch, context=c.context)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
+            loss = self._loss(tokens.to(self.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
+        self.optimizer.step()
+        ce = loss.ce.item()
+        if not math.isfinite(ce):
+            raise RunError(f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate")
+        return ce
+
+    def _loss(self, tokens: Tensor) -> Loss:
+        generator = torch.Generator().manual_seed((self.config.seed << 40) ^ (self.index << 32) ^ self.step)
+        if self.block.reads:
+            return fusion_loss(self.block, self.sources, tokens, self.config.feature_dropout, generator)
+        if self.block.skip:
+            return denoise_loss(self.block, self.table, tokens, self.config, self.index, generator)
+        return next_loss(self.block, tokens)
+
+    def save(self, path: Path) -> None:
+        """Weights, optimizer moments and step, as one safetensors file, atomically."""
+        tensors = {f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()}
+        for name, parameter in self.block.named_parameters():
+            for moment in _MOMENTS if parameter in self.optimizer.state else ():
+                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        metadata = {"fingerprint": self.config.fingerprint, "index": str(self.index), "step": str(self.step)}
+        write_atomic(path, safetensors.torch.save(tensors, metadata))
+
+    def load(self, path: Path) -> None:
+        """Continue from a saved state of the same run and block."""
+        tensors, metadata = read_tensors(path)
+        if metadata.get("fingerprint") != self.config.fingerprint or metadata.get("index") != str(self.index):
+            raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
+        self.step = int(metadata["step"])
+        load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
+        for name, parameter in self.block.named_parameters() if self.step else ():
+            state = {moment: tensors[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
+            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **state}
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file, or a sentence about what is wrong with it."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+    except safetensors.SafetensorError as error:
+        raise RunError(f"{path} is damaged ({error}); restore it or train again") from None
+
+
+def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:
+    """Put weights into a block, refusing other names or shapes."""
+    expected = {name: tuple(t.shape) for name, t in block.state_dict().items()}
+    found = {name: tuple(t.shape) for name, t in weights.items()}
+    if expected != found:
+        odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise RunError(f"{path} does not fit this model (first difference: {odd}); it is damaged or from another run")
+    block.load_state_dict(weights)

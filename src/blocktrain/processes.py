@@ -1,0 +1,142 @@
+"""Jobs in processes of their own, some waiting for others, as many at a time as there are slots."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from blocktrain.errors import BlockTrainError, Interrupted, RunError
+
+STOP_SECONDS = 60
+
+
+class Channel:
+    """A job's line to the process that started it."""
+
+    def __init__(self, connection: Connection, parent: int) -> None:
+        self._connection, self._parent, self._told = connection, parent, False
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self._told = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether to save and end now: told to, or the parent is gone."""
+        return self._told or os.getppid() != self._parent
+
+    def send(self, **fields: Any) -> None:
+        """Tell the parent something; one that is gone is noticed by `stopped`."""
+        try:
+            self._connection.send(fields)
+        except (BrokenPipeError, ConnectionResetError):
+            self._told = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """`work(channel, *arguments)` in a process of its own, after the named jobs have ended well."""
+
+    name: str
+    work: Callable[..., None]
+    arguments: tuple[Any, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass
+class _Running:
+    process: BaseProcess
+    connection: Connection
+    error: str | None = None
+
+
+@dataclass
+class _Table:
+    waiting: dict[str, Job]
+    running: dict[str, _Running] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+
+def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[str, Any]], None]) -> None:
+    """Run all jobs; the first that fails, or Ctrl-C, tells the others to save and end, then raises."""
+    table = _Table({job.name: job for job in jobs})
+    context = multiprocessing.get_context("spawn")
+    try:
+        while table.waiting or table.running:
+            for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][: slots - len(table.running)]:
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_main, args=(job, theirs, os.getpid()), name=job.name)
+                process.start()
+                theirs.close()
+                table.running[job.name] = _Running(process, ours)
+                del table.waiting[job.name]
+            if not table.running:
+                raise RunError(f"jobs wait for something that never comes: {', '.join(table.waiting)}")
+            _collect(table, on_message)
+    except KeyboardInterrupt:
+        _end(table, on_message)
+        raise Interrupted("stopped; everything up to here is saved: continue with --resume") from None
+    except BaseException:
+        _end(table, on_message)
+        raise
+
+
+def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
+    """Take what has been said, and bury who has ended."""
+    names = {running.connection: name for name, running in table.running.items()}
+    for ready in wait(list(names), timeout=1.0):
+        name = names[ready]  # type: ignore[index]
+        running = table.running[name]
+        try:
+            message = running.connection.recv()
+        except (EOFError, ConnectionResetError):
+            running.process.join()
+            del table.running[name]
+            if running.error or running.process.exitcode:
+                raise RunError(f"{name}: {running.error or f'the process died with exit code {running.process.exitcode}'}") from None
+            table.done.add(name)
+            continue
+        if "error" in message:
+            running.error = message["error"]
+        else:
+            on_message(name, message)
+
+
+def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
+    """Ask all to save and end; kill who does not."""
+    signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for running in table.running.values():
+        running.process.terminate()
+    for name, running in table.running.items():
+        while running.connection.poll(STOP_SECONDS):
+            try:
+                message = running.connection.recv()
+            except (EOFError, ConnectionResetError):
+                break
+            if "error" not in message:
+                on_message(name, message)
+        running.process.join(STOP_SECONDS)
+        if running.process.is_alive():
+            running.process.kill()
+            running.process.join()
+    signal.signal(signal.SIGINT, signal_handler)
+
+
+def _main(job: Job, connection: Connection, parent: int) -> None:
+    channel = Channel(connection, parent)
+    try:
+        job.work(channel, *job.arguments)
+    except BlockTrainError as error:
+        channel.send(error=str(error))
+    except MemoryError:
+        channel.send(error="out of memory; use a smaller --batch, --width or --context")
+    except Exception:
+        channel.send(error=traceback.format_exc())
