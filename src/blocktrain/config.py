@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from math import log
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal, Self
 
 import tomli_w
@@ -23,7 +25,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Config(BaseModel):
     """All that decides what is trained. Field docstrings are the help texts of the flags."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     blocks: int = Field(default=4, ge=1, le=256)
     """Blocks in the model; with compose=fuse the last one is the fusion block."""
@@ -35,6 +37,8 @@ class Config(BaseModel):
     """Attention heads; must divide the width into even parts."""
     context: int = Field(default=128, ge=8, le=65536)
     """Bytes a block sees at once."""
+    lookback: int = Field(default=4, ge=1, le=64)
+    """Bytes a position is embedded with: its own and those just before it."""
     z_width: int = Field(default=128, ge=2, le=16384)
     """Width of the target table (used by objective=denoise)."""
 
@@ -94,11 +98,12 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         if self.width % (2 * self.heads):
-            raise ValueError(
-                f"heads={self.heads} must divide width={self.width} into even parts; try heads={_fitting_heads(self.width, self.heads)}"
-            )
+            raise ValueError(f"heads={self.heads} must divide width={self.width} into even parts; try {_fitting(self.width, self.heads)}")
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
+        normal = NormalDist(self.p_mean, self.p_std)
+        if normal.cdf(log(self.sigma_max)) - normal.cdf(log(self.sigma_min)) < 1e-6:
+            raise ValueError(f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between sigma_min and sigma_max")
         if self.compose == "euler" and self.objective != "denoise":
             raise ValueError("compose=euler needs objective=denoise (or use --preset paper)")
         if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
@@ -156,8 +161,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
-def _fitting_heads(width: int, heads: int) -> int:
-    return next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0) if width % 2 == 0 else 1
+def _fitting(width: int, heads: int) -> str:
+    if width % 2:
+        return f"width={width + 1} with heads={_fitting(width + 1, heads).removeprefix('heads=')}"
+    return f"heads={next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0)}"
 
 
 def _sentence(error: ValidationError) -> str:

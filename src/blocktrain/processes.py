@@ -101,13 +101,21 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -
             running.process.join()
             del table.running[name]
             if running.error or running.process.exitcode:
-                raise RunError(f"{name}: {running.error or f'the process died with exit code {running.process.exitcode}'}") from None
+                raise RunError(f"{name}: {running.error or _obituary(running.process.exitcode)}") from None
             table.done.add(name)
             continue
         if "error" in message:
             running.error = message["error"]
         else:
             on_message(name, message)
+
+
+def _obituary(code: int | None) -> str:
+    if code == -signal.SIGILL:  # seen on virtual machines that announce AMX and cannot run it
+        return "the processor refused an instruction; use --dtype float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+    if code == -signal.SIGKILL:
+        return "the process was killed, perhaps for want of memory; what it had saved is kept: continue with --resume"
+    return f"the process died with exit code {code}; what it had saved is kept: continue with --resume"
 
 
 def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:

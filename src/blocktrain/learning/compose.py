@@ -22,6 +22,7 @@ from blocktrain.learning.objective import denoise_logits
 
 Stage = Callable[[Tensor, int], Tensor]
 Scorer = Callable[[Tensor, int], Tensor]
+PIECE = 128
 
 
 @dataclass
@@ -90,7 +91,7 @@ class LocalStage:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.cache.truncate(start)
-        return self.model.features(self.number, ids, self.cache)
+        return in_pieces(lambda part: self.model.features(self.number, ids[:, part], self.cache), ids.shape[1])
 
 
 class Fan:
@@ -103,11 +104,19 @@ class Fan:
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         features = torch.stack([stage(ids, start) for stage in self.stages])
         kept = torch.ones(features.shape[:2], device=features.device)
-        if self.cache is None or not isinstance(self.readout, Block):
-            pool: Readout = self.readout  # type: ignore[assignment]
-            return pool(pool.normed(features), kept)
-        self.cache.truncate(start)
-        return self.readout.fuse(ids, features, kept, self.cache)
+        if self.cache:
+            self.cache.truncate(start)
+        return in_pieces(lambda part: self._answer(ids[:, part], features[:, :, part], kept), ids.shape[1])
+
+    def _answer(self, ids: Tensor, features: Tensor, kept: Tensor) -> Tensor:
+        if isinstance(self.readout, Block):
+            return self.readout.fuse(ids, features, kept, self.cache)
+        return self.readout(self.readout.normed(features), kept)
+
+
+def in_pieces(work: Callable[[slice], Tensor], positions: int) -> Tensor:
+    """`work` on at most PIECE positions at a time, joined: BLAS may sum a longer product in another order."""
+    return torch.cat([work(slice(i, i + PIECE)) for i in range(0, positions, PIECE)], dim=1)
 
 
 class EulerScorer:
@@ -173,7 +182,7 @@ class Sampler:
             order = np.argsort(-logp, kind="stable")
             p = np.exp(logp[order] - logp.max())
             before = (np.cumsum(p) - p) / p.sum()
-            logp[order[before >= self.top_p]] = -np.inf
+            logp[order[1:][before[1:] >= self.top_p]] = -np.inf  # the likeliest always stays
         gumbel = np.random.Generator(np.random.Philox(key=[self.seed, position])).gumbel(size=VOCABULARY)
         return int((logp + gumbel).argmax())
 

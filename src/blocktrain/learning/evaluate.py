@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit:
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)
     found = weights.detach().float()
     if bool((found <= 0).any()):  # a block that only hurts gets no say; the rest share its weight
         found = found.clamp(min=1e-3)
@@ -148,7 +148,7 @@ def _calibration(model: Model, split: Bytes, rows: int) -> tuple[Tensor, Tensor]
     targets: list[Tensor] = []
     for _, tokens in rows_without_overlap(split, model.config.context, rows):
         features = model.all_features(tokens[:, :-1].to(model.device))
-        each: Sequence[Tensor] = [block(f).log_softmax(-1).flatten(0, 1) for block, f in zip(model.blocks, features, strict=True)]
+        each = [block(f).log_softmax(-1).flatten(0, 1) for block, f in zip(model.blocks, features, strict=True)]
         logps.append(torch.stack(each).cpu())
         targets.append(tokens[:, 1:].flatten())
     return torch.cat(logps, dim=1), torch.cat(targets)

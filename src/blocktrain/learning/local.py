@@ -112,7 +112,7 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     corpus = plan.source.open()
     device = pick_device(plan.config.device)
     weights = None
-    if plan.config.skip == "exact":
+    if plan.config.skip == "exact" or plan.config.objective == "next":
         blocks = [load_block(plan.run, plan.config, n, device) for n in range(1, plan.config.independent + 1)]
         weights = fit_pool_weights(Model(plan.config, blocks), corpus.calibration)
     seal(plan.run, plan.config, plan.source.spec, weights)

@@ -48,14 +48,13 @@ class RMSNorm(nn.Module):
 
 
 class Cache:
-    """Keys and values of one block for the positions [0, length) of the current window."""
+    """Ids, keys and values of one block for the positions [0, length) of the current window."""
 
     def __init__(self, block: Block, batch: int) -> None:
-        layer = block.layers[0]
-        like = layer.qkv.weight
         slots = block.context + MIN_ROWS
-        shape = (len(block.layers), 2, batch, layer.heads, slots, like.shape[0] // layer.heads)
-        self.data = torch.zeros(shape, device=like.device, dtype=like.dtype)
+        shape = (len(block.layers), 2, batch, block.heads, slots, block.embed.shape[-1] // block.heads)
+        self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
+        self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
         self.length = 0
 
     def truncate(self, length: int) -> None:
@@ -84,7 +83,7 @@ class Layer(nn.Module):
             slots[0, :, :, start : start + T] = k
             slots[1, :, :, start : start + T] = v
             k, v = slots[0].to(q.dtype), slots[1].to(q.dtype)
-            q = F.pad(q, (0, 0, 0, max(MIN_ROWS - T, 0)))
+            q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # the kernel works in tiles: none may have fewer rows
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.attention_out(a[:, :, :T].transpose(1, 2).reshape(B, T, W))
         return x + self.down(F.relu(self.up(self.norm_mlp(x))).square())
@@ -131,8 +130,8 @@ class Block(nn.Module):
     def __init__(self, config: Config, *, layers: int, reads: int = 0) -> None:
         super().__init__()
         W = config.width
-        self.context, self.reads = config.context, reads
-        self.embed = nn.Parameter(torch.randn(VOCABULARY, W) * 0.1)
+        self.context, self.heads, self.reads = config.context, config.heads, reads
+        self.embed = nn.Parameter(torch.randn(config.lookback, VOCABULARY, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads, layers) for _ in range(layers)])
         self.norm = RMSNorm(W)
         self.skip = config.skip if config.objective == "denoise" and not reads else None
@@ -164,10 +163,7 @@ class Block(nn.Module):
         start = cache.length if cache else 0
         if start + T > self.context:
             raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
-        x = F.embedding(tokens, self.embed)
-        if tail > 1:  # the first position of the tail still knows its byte: what it does not know is the next one
-            known = torch.arange(T, device=x.device) <= T - tail
-            x = torch.where(known[:, None], x, self.mask)
+        x = self._embedded(tokens, start, cache, tail)
         if z is not None and c_noise is not None:
             x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(-1, 1, x.shape[-1])
         if read is not None:
@@ -180,11 +176,31 @@ class Block(nn.Module):
             cache.length = start + T
         return x
 
+    def _embedded(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
+        """Every position as the sum of its own byte and the few before it, each from a table of its own, (B, T, W).
+
+        Two layers can then spend their attention on more than finding the neighbours of a byte.
+        """
+        T, before = tokens.shape[1], 0
+        if cache:
+            cache.ids[:, start : start + T] = tokens
+            before = min(start, self.embed.shape[0] - 1)
+            tokens = cache.ids[:, start - before : start + T]
+        positions = torch.arange(before + T, device=tokens.device)
+        # The first position of a tail still knows its byte: what it does not know is the next one.
+        known = (positions <= before + T - tail)[:, None] if tail else None
+        x = torch.zeros((), device=tokens.device)
+        for back, table in enumerate(self.embed[: before + T]):
+            found = F.embedding(tokens, table)
+            found = found if known is None else found * known
+            x = x + F.pad(found, (0, 0, back, -back))
+        return x[:, before:] if known is None else torch.where(known[before:], x[:, before:], x[:, before:] + self.mask)
+
     def _mask(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
         """Which keys a query may see: itself and what came before; the positions of a tail also see each other."""
         if cache is None and not tail:
             return None
-        queries = max(T, MIN_ROWS) if cache else T
+        queries = T + -T % MIN_ROWS if cache else T
         keys = torch.arange(cache.data.shape[-2] if cache else T, device=self.embed.device)
         query = start + torch.arange(queries, device=self.embed.device)
         last = start + T - 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -20,7 +21,7 @@ from blocktrain.learning.model import Block, build_block, build_reference, targe
 from blocktrain.learning.objective import Loss, denoise_loss, fusion_loss, next_loss
 
 REFERENCE = 0  # the end-to-end model takes the place before block 1
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that has had a gradient
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
@@ -112,7 +113,8 @@ class Trainer:
         return ce
 
     def _loss(self, tokens: Tensor) -> Loss:
-        generator = torch.Generator().manual_seed((self.config.seed << 40) ^ (self.index << 32) ^ self.step)
+        seed = np.random.SeedSequence([self.config.seed, self.index, self.step]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(seed[0]))
         if self.block.reads:
             return fusion_loss(self.block, self.sources, tokens, self.config.feature_dropout, generator)
         if self.block.skip:
@@ -135,9 +137,10 @@ class Trainer:
             raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
         self.step = int(metadata["step"])
         load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
-        for name, parameter in self.block.named_parameters() if self.step else ():
-            state = {moment: tensors[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **state}
+        self.optimizer.state.clear()
+        for name, parameter in self.block.named_parameters():
+            if f"{_MOMENTS[0]}.{name}" in tensors:
+                self.optimizer.state[parameter] = {moment: tensors[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

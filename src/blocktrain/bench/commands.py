@@ -1,0 +1,126 @@
+"""The bench commands: run what is to be measured with progress shown, and put the head of the measurement on the result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blocktrain.bench import quality as jobs_of
+from blocktrain.bench import table
+from blocktrain.bench import tune as tuning
+from blocktrain.bench.machine import header
+from blocktrain.bench.memory import measure_memory
+from blocktrain.bench.step import measure_step
+from blocktrain.config import Config, make_config
+from blocktrain.errors import RunError
+from blocktrain.learning.data import Source
+from blocktrain.learning.runs import read_json, write_json
+from blocktrain.processes import Job, run_jobs
+from blocktrain.terminal import JobBars, bar, console, rows_table
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """What `bench quality` was asked for."""
+
+    folder: Path
+    scale: str
+    source: Source
+    seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    slots: int
+    command: str
+
+    def config(self, seed: int) -> Config:
+        """The scale's settings under those that were given."""
+        return make_config({**jobs_of.SCALES[self.scale], **self.settings, "seed": seed})
+
+
+def quality(options: QualityOptions) -> Result:
+    """All rows for all seeds; leaves quality.json and quality.png in the folder."""
+    options.source.open().require(options.config(0).context)
+    setups = []
+    for seed in options.seeds:
+        folder = options.folder / f"seed-{seed}"
+        _same_settings(folder, options.config(seed), options.source)
+        setup = jobs_of.Setup(folder, options.config(seed), options.source, jobs_of.VALID_LIMIT[options.scale], options.scale == "tiny")
+        _run(jobs_of.jobs(setup), options.slots, f"seed {seed}")
+        jobs_of.clear_versions(setup)
+        setups.append(setup)
+    seeds = [table.seed_rows(setup) for setup in setups]
+    rows = table.mean_rows(seeds)
+    corpus = options.source.open()
+    result = {
+        **header(options.command, options.seeds[0]),
+        "scale": options.scale,
+        "data": corpus.name,
+        "valid_bytes": min(len(corpus.valid), jobs_of.VALID_LIMIT[options.scale] or len(corpus.valid)),
+        "seeds": list(options.seeds),
+        "settings": options.config(options.seeds[0]).model_dump(),
+        "rows": rows,
+        "per_seed": [{"seed": s, **found} for s, found in zip(options.seeds, seeds, strict=True)],
+    }
+    write_json(options.folder / "quality.json", result)
+    table.plot(options.folder / "quality.png", rows, f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)")
+    console.print(f"wrote {options.folder / 'quality.json'} and quality.png")
+    return result
+
+
+def tune(options: QualityOptions) -> Result:
+    """The learning-rate grid of one seed."""
+    seed = options.seeds[0]
+    folder = options.folder / f"tune-{seed}"
+    config = options.config(seed).replace(compose="fuse", objective="next")
+    options.source.open().require(config.context)
+    _same_settings(folder, config, options.source)
+    _run(tuning.block_jobs(folder, config, options.source), options.slots, "tuning")
+    _run(tuning.fusion_jobs(folder, config, options.source), options.slots, "tuning fusion")
+    return {**header(options.command, seed), "scale": options.scale, "judged_on": "calibration slice", "rows": tuning.table(folder)}
+
+
+def memory(command: str, seed: int) -> Result:
+    """See `bench.memory`."""
+    with bar("measuring memory") as progress:
+        return {**header(command, seed), **measure_memory(seed=seed, progress=progress)}
+
+
+def step(command: str, seed: int, repeats: int) -> Result:
+    """See `bench.step`."""
+    with bar("measuring steps") as progress:
+        return {**header(command, seed), **measure_step(repeats=repeats, seed=seed, progress=progress)}
+
+
+def show(result: Result, as_json: bool) -> None:
+    """JSON on stdout, or the rows as a table and the rest as lines."""
+    if as_json:
+        print(json.dumps(result))
+        return
+    console.print(f"[dim]{result['command']}   {result['machine']['cpu']}, {result['machine']['cores']} cores[/]", highlight=False)
+    if "rows" in result:
+        console.print(rows_table("", [_flat(row) for row in result["rows"]]))
+    for key, value in result.items():
+        if isinstance(value, int | float | str) and key not in ("command", "seed"):
+            console.print(f"{key}: {value}")
+
+
+def _flat(row: Result) -> Result:
+    return {key: value for key, value in row.items() if not isinstance(value, dict | list)}
+
+
+def _run(jobs: list[Job], slots: int, title: str) -> None:
+    with JobBars(title, len(jobs)) as bars:
+        run_jobs(jobs, slots, bars.told)
+
+
+def _same_settings(folder: Path, config: Config, source: Source) -> None:
+    """A bench folder belongs to one setup: results of another must not be mixed in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    marker, wanted = folder / "setup.json", {"fingerprint": config.fingerprint, "data": source.spec}
+    if not marker.exists():
+        write_json(marker, wanted)
+    elif read_json(marker) != wanted:
+        raise RunError(f"{folder} holds results of other settings; name another folder with --out, or remove it")

@@ -1,0 +1,134 @@
+"""Bytes that training holds: one worker against the end-to-end trainer of equal total depth.
+
+Counted are optimizer state, gradients, and what autograd saves for the backward pass, all three of one real step of the
+real Trainer: at the end of a forward pass they are all there at once. The fusion worker is told apart, because it also
+holds the frozen blocks that it reads, and their features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blocktrain.bench.machine import one_thread, random_bytes
+from blocktrain.config import Config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.train import REFERENCE, Trainer
+
+BLOCKS = (2, 4, 8, 16)
+SLACK = 0.10  # what embedding, head and softmax, which every block has for itself, may add to 1 / blocks
+
+
+def measure_memory(
+    config: Config | None = None, *, depth: int = 16, seed: int = 0, progress: Callable[[float], None] = lambda _: None
+) -> dict[str, Any]:
+    """Bytes of a worker by kind, and their ratio to those of the end-to-end trainer, for 2 to 16 blocks of `depth` layers in all."""
+    counts = [blocks for blocks in BLOCKS if depth % blocks == 0]
+    if not counts:
+        raise ConfigError(f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; use a multiple of 2")
+    base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
+    with one_thread():
+        # One reference serves every row: its shape depends on the total depth only.
+        reference = _trained(Trainer(_shaped(base, counts[0], depth), REFERENCE))
+        progress(1 / (len(counts) + 1))
+        rows = []
+        for done, blocks in enumerate(counts, start=2):
+            rows.append(_row(_shaped(base, blocks, depth), reference))
+            progress(done / (len(counts) + 1))
+    return {
+        "depth": depth,
+        "width": base.width,
+        "context": base.context,
+        "batch": base.batch,
+        "dtype": base.dtype,
+        "compose": base.compose,
+        "threads": 1,
+        "slack": SLACK,
+        "reference": reference,
+        "rows": rows,
+        "within_bound": all(row["ratio"] <= row["bound"] for row in rows),
+    }
+
+
+def _shaped(base: Config, blocks: int, depth: int) -> Config:
+    return base.replace(blocks=blocks, layers_per_block=depth // blocks)
+
+
+def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
+    """One number of blocks: an independent worker, and the fusion worker where there is one."""
+    worker = _trained(Trainer(config, 1))
+    fusion = _fusion(config) if config.compose == "fuse" else None
+    return {
+        "blocks": config.blocks,
+        "layers_per_block": config.layers_per_block,
+        "ratio": worker["total"] / reference["total"],
+        "bound": 1 / config.blocks + SLACK,
+        "fusion_ratio": fusion["total"] / reference["total"] if fusion else None,
+        "worker": worker,
+        "fusion": fusion,
+    }
+
+
+def _fusion(config: Config) -> dict[str, int]:
+    """The fusion worker: the three kinds, and what it holds of the others."""
+    sources = [build_block(config, index) for index in range(1, config.blocks)]
+    trainer = Trainer(config, config.blocks, sources)
+    held = _trained(trainer)
+    # Autograd saves the normed features, which are among the activations; the raw ones are held beside them until the
+    # forward pass ends. They are counted too: the figure is what the worker needs, not what is left when it turns back.
+    features = len(sources) * config.batch * config.context * config.width * torch.float32.itemsize
+    # The readout's copies of their norms and heads are weights of the others that it holds a second time.
+    copies = sum(storages([trainer.block.readout.norms, trainer.block.readout.heads]).values())
+    frozen = sum(storages(_constants(sources)).values()) + copies
+    total = held["total"] + frozen + features
+    return {**held, "weights": held["weights"] - copies, "frozen": frozen, "features": features, "total": total}
+
+
+def _trained(trainer: Trainer) -> dict[str, int]:
+    """Bytes by kind after one step. `weights` are told, not counted in `total`."""
+    c = trainer.config
+    own = storages([*_constants([trainer.block]), trainer.table])
+    saved = SavedActivations(own | storages(_constants(trainer.sources)))
+    with saved.hooks():
+        for _ in trainer.run(random_bytes(c.seed, 64 * (c.context + 1)), trainer.step + 1):
+            pass
+    state = [value for values in trainer.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    held = {
+        "optimizer": sum(storages(state).values()),
+        "gradients": sum(storages(p.grad for p in trainer.block.parameters() if p.grad is not None).values()),
+        "activations": sum(saved.found.values()),
+    }
+    return {**held, "total": sum(held.values()), "weights": sum(own.values())}
+
+
+class SavedActivations:
+    """Counts each storage once that autograd saves for the backward pass, except those that are there anyway.
+
+    An address names a storage only while it lives. The graph keeps everything it saved until the backward pass, and the
+    backward pass saves nothing, so no address is met twice with another content.
+    """
+
+    def __init__(self, constants: dict[int, int]) -> None:
+        self.found: dict[int, int] = {}
+        self._constants = constants
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """The context in which a forward pass is watched."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.found.update({at: size for at, size in storages([tensor]).items() if at not in self._constants})
+        return tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes of the storages behind tensors: a view costs what it keeps alive, two views of one storage cost it once."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()}
+
+
+def _constants(blocks: Iterable[Block]) -> list[Tensor]:
+    return [tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())]

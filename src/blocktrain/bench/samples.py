@@ -1,0 +1,51 @@
+"""Quality of text that a model writes: bits per byte under the end-to-end model, beside real text, with diversity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from blocktrain.learning.compose import Model, Sampler, autoregressive, sweep
+from blocktrain.learning.data import Bytes
+from blocktrain.learning.evaluate import text_bits
+from blocktrain.learning.model import Block
+
+SWEEPS = (1, 2, 4)
+
+
+def judge_samples(model: Model, reference: Block, valid: Bytes, *, count: int, seed: int) -> list[dict[str, Any]]:
+    """A row for real text, for autoregressive samples, and for `sweep` after 1, 2 and 4 traversals, on the same prompts."""
+    context = model.config.context
+    prompt_size, size = context // 4, context - context // 4
+    starts = [i * (len(valid) - context) // count for i in range(count)]
+    prompts = [bytes(valid[s : s + prompt_size]) for s in starts]
+
+    def written(number: int, sweeps: int | None) -> bytes:
+        sampler = Sampler(seed + number)
+        if sweeps is None:
+            return bytes(autoregressive(model.scorer(), prompts[number], size, context, sampler, model.device))
+        return bytes(sweep(model.scorer(), model.drafter(), prompts[number], size, context, sampler, sweeps, model.device))
+
+    kinds: dict[str, Callable[[int], bytes]] = {"real": lambda i: bytes(valid[starts[i] + prompt_size : starts[i] + context])}
+    kinds["autoregressive"] = lambda i: written(i, None)
+    for k in SWEEPS:
+        kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
+    kinds["first_block"] = lambda i: bytes(autoregressive(model.drafter(), prompts[i], size, context, Sampler(seed + i), model.device))
+    texts = {name: [make(i) for i in range(count)] for name, make in kinds.items()}
+    exact = texts["autoregressive"]
+    return [
+        {
+            "name": name,
+            "bits_per_byte": sum(text_bits(reference, p, t) for p, t in zip(prompts, found, strict=True)) / count,
+            "distinct_4grams": _distinct(found),
+            "same_as_autoregressive": sum(a == b for t, e in zip(found, exact, strict=True) for a, b in zip(t, e, strict=True))
+            / (count * size),
+        }
+        for name, found in texts.items()
+    ]
+
+
+def _distinct(texts: list[bytes]) -> float:
+    """Share of 4-byte sequences that occur once: low where a model repeats itself."""
+    grams = [t[i : i + 4] for t in texts for i in range(len(t) - 3)]
+    return len(set(grams)) / len(grams)

@@ -1,0 +1,337 @@
+"""The command line: one function a command, and the only place that reads arguments and environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+from cyclopts import App, Group, Parameter
+from pydantic import Field, create_model
+
+from blocktrain.config import Config, make_config, read_toml
+from blocktrain.errors import BlockTrainError, ConfigError, Interrupted, RunError
+
+if TYPE_CHECKING:
+    from blocktrain.learning.data import Source
+
+RUNS = Path("runs")
+
+app = App(
+    name="blocktrain",
+    help="Train one language model together on machines that never meet, and serve it from those machines.",
+    version_flags=["--version"],
+)
+bench = App(name="bench", help="Measure: every published figure comes from one of these commands.")
+app.command(bench)
+
+_settings = Group("Settings (also as keys of --config FILE.toml)")
+Flags: Any = create_model(  # the settings of a run, each optional: what is not given comes from file, preset or default
+    "Flags",
+    **{
+        name: (Optional[field.annotation], Field(default=None, description=f"{field.description} (default {field.default})"))  # noqa: UP045
+        for name, field in Config.model_fields.items()
+    },  # type: ignore[call-overload]
+)
+Settings = Annotated[Optional[Flags], Parameter(name="*", group=_settings, negative=())]  # noqa: UP045
+Json = Annotated[bool, Parameter(help="Print the result as JSON on stdout.", negative=())]
+
+
+def source(data: str) -> Source:
+    """Where the corpus of a command is, by the environment's folders."""
+    from blocktrain.learning.data import Source
+
+    folder, cache = os.environ.get("BLOCKTRAIN_DATA"), os.environ.get("BLOCKTRAIN_CACHE")
+    return Source(data, Path(folder) if folder else None, Path(cache) if cache else Path.home() / ".cache" / "blocktrain")
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """Only the settings that were named on the command line."""
+    return {} if settings is None else settings.model_dump(exclude_none=True)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@app.command
+def train(
+    *,
+    data: str = "stdlib",
+    out: Path | None = None,
+    resume: Annotated[bool, Parameter(negative=())] = False,
+    reference: Annotated[bool, Parameter(negative=())] = False,
+    preset: str | None = None,
+    config: Path | None = None,
+    settings: Settings = None,
+    json_: Annotated[Json, Parameter(name="--json")] = False,
+) -> None:
+    """Train all blocks of a model on this machine, each in its own process, then the fusion block.
+
+    Ctrl-C saves; --resume continues to the same weights. Ends with a report.html to look at.
+
+    Parameters
+    ----------
+    data
+        stdlib, wikitext2, wikitext103, or the path of a text file or folder.
+    out
+        The run folder; by default a new one under runs/.
+    resume
+        Continue the run in --out, or the newest unfinished one under runs/.
+    reference
+        Also train the end-to-end model of the same shape, and report the gap.
+    preset
+        Named settings: "paper" is the method as published.
+    config
+        A TOML file with settings; flags win over it.
+    """
+    from blocktrain.learning.local import Plan, complete, train_blocks
+    from blocktrain.learning.runs import block_name, create_run, open_run
+    from blocktrain.learning.train import pick_device
+    from blocktrain.report import write_report
+    from blocktrain.terminal import StepBars, bar, console
+
+    if resume:
+        run, made, data = open_run(out or _newest_unfinished())
+        if changed := {k: v for k, v in given(settings).items() if getattr(made, k) != v}:
+            raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
+    else:
+        from_file = read_toml(config) if config else {}
+        data = str(from_file.pop("data", data)) if data == "stdlib" else data
+        made = make_config({**from_file, **given(settings)}, preset)
+        pick_device(made.device)
+        source(data).open().require(made.context)
+        run = create_run(out or _new_folder(data), made, data)
+    plan = Plan(run, made, source(data), reference=reference, slots=cores())
+    console.print(f"run folder [bold]{run.folder}[/]  corpus {data}  {made.blocks} blocks, {made.steps} steps each")
+    with StepBars(made.steps) as bars:
+        train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss))
+    with bar("evaluating") as progress:
+        result = complete(plan, progress)
+    page = write_report(run.folder)
+    if json_:
+        print(json.dumps(result))
+        return
+    _show_result(result, run.folder, page)
+
+
+def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
+    from blocktrain.terminal import ce_table, console
+
+    console.print(ce_table("valid cross entropy", result["valid_ce"]))
+    if result["gap"] is not None:
+        console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
+    print(result["sample"]["prompt"] + result["sample"]["text"])
+    console.print(f"\nreport     {page}\nmore text  blocktrain generate {folder} --prompt 'def '", highlight=False)
+
+
+@app.command
+def evaluate(
+    run: Path,
+    *,
+    data: str | None = None,
+    draws: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 8,
+    device: str = "cpu",
+    json_: Annotated[Json, Parameter(name="--json")] = False,
+) -> None:
+    """Cross entropy of a trained run on the whole valid split: composed, per block, and the paper's path if it has one.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    data
+        Corpus to evaluate on; by default the one the run was trained on.
+    draws
+        Noise draws of the Monte-Carlo marginal of the Euler path.
+    device
+        cpu, cuda, cuda:N, mps or auto.
+    """
+    from blocktrain.learning.evaluate import evaluate as evaluate_model
+    from blocktrain.learning.runs import load_model, open_run
+    from blocktrain.learning.train import pick_device
+    from blocktrain.terminal import bar, ce_table, console
+
+    model = load_model(run, pick_device(device))
+    corpus = source(data or open_run(run)[2]).open()
+    corpus.require(model.config.context)
+    with bar("evaluating") as progress:
+        ce = evaluate_model(model, corpus.valid, seed=model.config.seed, draws=draws, progress=progress)
+    if json_:
+        values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": math.exp(v)} for n, v in ce.items()}
+        print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": values}))
+        return
+    console.print(ce_table(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes", ce))
+    if "euler" not in ce:
+        console.print("[dim]no Euler rows: the blocks were trained with objective=next and read no noised target[/]")
+
+
+@app.command
+def generate(
+    run: Path,
+    *,
+    prompt: str = "\n",
+    mode: Literal["autoregressive", "sweep"] = "autoregressive",
+    sweeps: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 1,
+    draft: Literal["first-block", "none"] = "first-block",
+    max_tokens: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 256,
+    temperature: Annotated[float, Parameter(validator=lambda _, v: _at_least(v, 0))] = 0.8,
+    seed: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 0))] = 0,
+) -> None:
+    """Write text after a prompt, streaming to the terminal. The same seed gives the same bytes.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    prompt
+        Text to continue.
+    mode
+        autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text, improved at all positions at once.
+    sweeps
+        Traversals of mode sweep; more come closer to the autoregressive answer.
+    draft
+        What mode sweep starts from: the first block's own text, or pure noise (models trained with a tail).
+    max_tokens
+        Bytes to write.
+    temperature
+        0 takes the likeliest byte; 1 samples from the model as it is.
+    seed
+        Seed of the sampling.
+    """
+    import torch
+
+    from blocktrain.learning.compose import Sampler, autoregressive, sweep, sweep_from_noise
+    from blocktrain.learning.runs import load_model
+
+    model = load_model(run, torch.device("cpu"))
+    text, context = prompt.encode() or b"\n", model.config.context
+    sampler = Sampler(seed, temperature)
+    if mode == "autoregressive":
+        written = autoregressive(model.scorer(seed=seed), text, max_tokens, context, sampler, model.device)
+    elif draft == "none":
+        written = sweep_from_noise(model, text, max_tokens, sampler, sweeps)
+    else:
+        written = sweep(model.scorer(seed=seed), model.drafter(), text, max_tokens, context, sampler, sweeps, model.device)
+    sys.stdout.buffer.write(text)
+    for byte in written:
+        sys.stdout.buffer.write(bytes([byte]))
+        sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
+
+
+@bench.command
+def quality(
+    *,
+    scale: Literal["tiny", "standard"] = "standard",
+    data: str | None = None,
+    seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
+    out: Path | None = None,
+    tune: Annotated[bool, Parameter(negative=())] = False,
+    settings: Settings = None,
+    json_: Annotated[Json, Parameter(name="--json")] = False,
+) -> None:
+    """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
+
+    Several seeds give means and spreads. An interrupted bench continues where it stopped when called again.
+
+    Parameters
+    ----------
+    scale
+        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: half an hour a seed on 2 cores).
+    data
+        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+    seed
+        One or more seeds, e.g. --seed 0 1 2.
+    out
+        Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
+    tune
+        Find the learning rates of reference, blocks and fusion on one grid instead, judged on the calibration slice.
+    """
+    from blocktrain.bench import commands
+
+    data = data or ("wikitext2" if scale == "standard" else "stdlib")
+    folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
+    options = commands.QualityOptions(folder, scale, source(data), tuple(seed or [0]), given(settings), cores(), _command_line())
+    commands.show(commands.tune(options) if tune else commands.quality(options), json_)
+
+
+@bench.command
+def memory(*, seed: int = 0, json_: Annotated[Json, Parameter(name="--json")] = False) -> None:
+    """Bytes of optimizer, gradients and saved activations of one worker against the end-to-end trainer, for 2 to 16 blocks."""
+    from blocktrain.bench import commands
+
+    commands.show(commands.memory(_command_line(), seed), json_)
+
+
+@bench.command
+def step(
+    *,
+    repeats: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 200,
+    seed: int = 0,
+    json_: Annotated[Json, Parameter(name="--json")] = False,
+) -> None:
+    """Time of a worker's training step against a bare loop with the same layers, loss and optimizer, interleaved.
+
+    Parameters
+    ----------
+    repeats
+        Steps of each kind; the medians are compared.
+    """
+    from blocktrain.bench import commands
+
+    commands.show(commands.step(_command_line(), seed, repeats), json_)
+
+
+def _command_line() -> str:
+    return shlex.join(["blocktrain", *sys.argv[1:]])
+
+
+def _at_least(value: float, least: float) -> None:
+    if value < least:
+        raise ValueError(f"must be at least {least}")
+
+
+def _new_folder(data: str) -> Path:
+    name = Path(data).stem or "run"
+    taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
+    number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
+    return RUNS / f"{number:03}-{name}"
+
+
+def _newest_unfinished() -> Path:
+    found = [p.parent for p in RUNS.glob("*/config.toml") if not (p.parent / "result.json").exists()]
+    if not found:
+        raise RunError("no unfinished run under runs/; name one with --out RUN")
+    return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)
+
+
+def main() -> None:
+    """Run a command; known errors become one sentence on stderr and exit code 2."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app()
+    except Interrupted as error:
+        print(f"blocktrain: {error}", file=sys.stderr)
+        sys.exit(130)
+    except BlockTrainError as error:
+        print(f"blocktrain: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        print(f"blocktrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

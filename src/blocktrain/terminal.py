@@ -1,0 +1,105 @@
+"""What long work looks like in a terminal: progress bars and tables on stderr, so that stdout stays clean for results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+console = Console(stderr=True)
+
+
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[float], None]]:
+    """One bar, fed with the share that is done."""
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(title, total=1.0)
+        yield lambda share: progress.update(task, completed=share)
+
+
+class StepBars:
+    """A bar per trainer with steps, loss and remaining time; bars appear when their trainer first reports."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description:>12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> StepBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def told(self, name: str, step: int, loss: float) -> None:
+        """Show where a trainer is."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=self._steps, loss=loss)
+        self._progress.update(self._tasks[name], completed=step, loss=loss)
+
+
+class JobBars:
+    """One bar for all jobs and one for each that is running."""
+
+    def __init__(self, title: str, count: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:>20}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=console
+        )
+        self._all = self._progress.add_task(title, total=count, note="")
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> JobBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def told(self, name: str, message: dict[str, Any]) -> None:
+        """Show where a job is: steps and loss of a training, the share of anything else."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=1.0, note="")
+        share = message["share"] if "share" in message else message["step"] / message["steps"]
+        note = f"loss {message['loss']:.3f}" if "loss" in message else ""
+        self._progress.update(self._tasks[name], completed=share, note=note, visible=share < 1)
+        self._progress.update(self._all, completed=sum(task.finished for task in self._progress.tasks[1:]))
+
+
+def ce_table(title: str, ce: dict[str, float]) -> Table:
+    """Cross entropies as nats per byte, bits per byte and perplexity."""
+    table = Table(title=title, title_justify="left")
+    for column in ("model", "nats/byte", "bits/byte", "perplexity"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, value in ce.items():
+        style = "bold" if name == "composed" else None
+        table.add_row(name, f"{value:.4f}", f"{value / math.log(2):.4f}", f"{math.exp(value):.4f}", style=style)
+    return table
+
+
+def rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """Rows of one shape as a table; the columns are those of the first row."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in rows[0]))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

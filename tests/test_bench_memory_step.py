@@ -1,0 +1,152 @@
+"""What a worker holds and how long its step takes, at a small scale, and that the counting itself is right."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocktrain.bench.machine import header, one_thread, random_bytes
+from blocktrain.bench.memory import SLACK, SavedActivations, measure_memory, storages
+from blocktrain.bench.step import bare_loop, measure_step
+from blocktrain.config import Config, make_config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.train import Trainer
+
+FLOAT = 4
+
+
+def tiny(**changes: Any) -> Config:
+    return make_config({"width": 32, "heads": 2, "context": 16, "batch": 4, **changes})
+
+
+def saved_by(function: Any, constants: list[Tensor]) -> dict[int, int]:
+    counted = SavedActivations(storages(constants))
+    with counted.hooks():
+        out = function()
+    out.sum().backward()
+    return counted.found
+
+
+def test_header_tells_the_machine_but_not_whose_it_is() -> None:
+    told = header("blocktrain bench memory", 7)
+    assert told["command"] == "blocktrain bench memory"
+    assert told["seed"] == 7
+    assert set(told["machine"]) >= {"cpu", "cores", "memory_gb", "python", "torch", "threads"}
+    assert told["machine"]["memory_gb"] > 0
+    assert told["machine"]["threads"] == torch.get_num_threads()
+    assert platform.node() not in told["machine"].values()
+    assert str(Path.cwd()) not in json.dumps(told)
+
+
+def test_one_thread_puts_back_what_was_set_even_after_an_error() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match="odd"), one_thread():
+            assert torch.get_num_threads() == 1
+            raise RuntimeError("odd")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_parameters_that_autograd_saves_are_not_activations() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    assert sum(saved_by(lambda: x @ weight, [weight]).values()) == 4 * 8 * FLOAT
+    assert sum(saved_by(lambda: x @ weight.T, [weight]).values()) == 4 * 8 * FLOAT  # a view of a parameter is the parameter
+
+
+def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive() -> None:
+    x = torch.randn(6, 10, requires_grad=True)
+    assert sum(saved_by(lambda: x * x, []).values()) == 60 * FLOAT
+    assert sum(saved_by(lambda: x[:1] * x[2:3], []).values()) == 60 * FLOAT
+    assert sum(saved_by(lambda: x.exp().exp(), []).values()) == 120 * FLOAT
+
+
+def test_a_worker_holds_little_more_than_its_share() -> None:
+    seen: list[float] = []
+    told = measure_memory(tiny(), depth=16, progress=seen.append)
+    assert [row["blocks"] for row in told["rows"]] == [2, 4, 8, 16]
+    for row in told["rows"]:
+        assert row["blocks"] * row["layers_per_block"] == 16
+        assert 1 / row["blocks"] < row["ratio"] <= 1 / row["blocks"] + SLACK
+        assert row["fusion_ratio"] > row["ratio"]
+        for held in (row["worker"], row["fusion"]):
+            extra = held.get("frozen", 0) + held.get("features", 0)
+            assert held["total"] == held["optimizer"] + held["gradients"] + held["activations"] + extra
+            assert held["weights"] > 0
+    assert told["within_bound"]
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+    json.dumps(told)
+
+
+def test_bytes_by_kind_agree_with_the_number_of_parameters() -> None:
+    config = tiny(blocks=4, layers_per_block=1)
+    told = measure_memory(config, depth=4)
+    row = told["rows"][-1]
+    block = Trainer(config, 1).block
+    parameters = sum(p.numel() for p in block.parameters())
+    scalars = FLOAT * len(list(block.parameters()))  # the optimizer counts steps for each parameter
+    assert row["worker"]["gradients"] == FLOAT * parameters
+    assert row["worker"]["optimizer"] == 2 * FLOAT * parameters + scalars
+    readout = 3 * FLOAT * (config.width + config.width * 256)
+    rotation = FLOAT * block.rotation.numel()
+    assert row["fusion"]["frozen"] == 3 * (FLOAT * parameters + rotation) + readout
+    assert row["fusion"]["features"] == 3 * FLOAT * config.batch * config.context * config.width
+
+
+def test_memory_is_a_function_of_shapes_and_leaves_the_threads_alone() -> None:
+    before = torch.get_num_threads()
+    assert measure_memory(tiny(), depth=2, seed=1) == measure_memory(tiny(), depth=2, seed=2)
+    assert torch.get_num_threads() == before
+
+
+def test_without_fusion_there_is_no_fusion_worker() -> None:
+    rows = measure_memory(tiny(compose="pool"), depth=2)["rows"]
+    assert [(row["blocks"], row["fusion"], row["fusion_ratio"]) for row in rows] == [(2, None, None)]
+
+
+def test_a_depth_that_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="depth=3"):
+        measure_memory(tiny(), depth=3)
+
+
+def test_step_is_timed_in_pairs() -> None:
+    seen: list[float] = []
+    told = measure_step(tiny(layers_per_block=1), repeats=8, progress=seen.append)
+    assert told["ratio"] == told["worker_ms"] / told["bare_ms"]
+    assert 0.2 < told["ratio"] < 5  # other work on the machine decides more than ours at this size
+    assert told["repeats"] == 8
+    assert told["within_bound"] == (told["ratio"] <= told["bound"])
+    for name in ("worker_ms", "bare_ms", "ratio"):
+        low, high = told["spread"][name]
+        assert 0 < low <= high
+    assert seen == [(i + 1) / 8 for i in range(8)]
+    json.dumps(told)
+
+
+def test_the_bare_loop_does_the_same_arithmetic_as_the_worker() -> None:
+    config = tiny(layers_per_block=1, schedule="constant", warmup=0, steps=4)
+    row = random_bytes(0, config.context + 1)  # one place to begin only: both draw the same batches
+    bare = bare_loop(config, row)
+    for (_, ours), theirs in zip(Trainer(config, 1).run(row, 4), bare, strict=False):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("changes", [{"objective": "denoise", "compose": "pool"}, {"dtype": "bfloat16"}])
+def test_step_refuses_what_the_bare_loop_does_not_do(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="bare loop"):
+        measure_step(tiny(**changes), repeats=2)
+
+
+def test_step_refuses_too_few_repeats() -> None:
+    with pytest.raises(ConfigError, match="repeats=1"):
+        measure_step(tiny(), repeats=1)
