@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -72,11 +73,7 @@ def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[st
     try:
         while table.waiting or table.running:
             for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][: slots - len(table.running)]:
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_main, args=(job, theirs, os.getpid()), name=job.name)
-                process.start()
-                theirs.close()
-                table.running[job.name] = _Running(process, ours)
+                table.running[job.name] = _start(job, context)
                 del table.waiting[job.name]
             if not table.running:
                 raise RunError(f"jobs wait for something that never comes: {', '.join(table.waiting)}")
@@ -87,6 +84,19 @@ def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[st
     except BaseException:
         _end(table, on_message)
         raise
+
+
+def _start(job: Job, context: SpawnContext) -> _Running:
+    """A process that is deaf to Ctrl-C from its first instruction on, and so also while it still imports."""
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(job, theirs, os.getpid()), name=job.name)
+    signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, signal_handler)
+    theirs.close()
+    return _Running(process, ours)
 
 
 def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:

@@ -74,8 +74,7 @@ class Setup:
 
 def twin(config: Config, variant: str, index: int) -> str | None:
     """The variant whose training of this block is the same computation, if there is one."""
-    independent = config.replace(compose="fuse").independent
-    if variant in ("pool", "beside") and 1 <= index <= independent:
+    if variant in ("pool", "beside") and 1 <= index < config.blocks:
         return "fuse"
     return "fuse" if variant == "same" and index == 1 else None
 

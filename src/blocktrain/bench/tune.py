@@ -16,13 +16,13 @@ from blocktrain.learning.runs import Run, load_block, publish, read_json, write_
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
 
-GRID = (1e-3, 2e-3, 3e-3, 4.5e-3, 7e-3)
+GRID = (2e-3, 3.5e-3, 6e-3)
 SETTINGS = {"reference": "reference_learning_rate", "block": "learning_rate", "fusion": "fusion_learning_rate"}
 
 
 def block_jobs(folder: Path, base: Config, source: Source) -> list[Job]:
     """Reference and first block at every learning rate of the grid."""
-    wanted = [("reference", REFERENCE, rate) for rate in GRID] + [("block", 1, rate) for rate in GRID]
+    wanted = [("block", 1, rate) for rate in GRID] + [("reference", REFERENCE, rate) for rate in GRID]
     return [Job(f"{kind} {rate:g}", _try, (folder, base, source, kind, index, rate)) for kind, index, rate in wanted]
 
 

@@ -63,17 +63,17 @@ class Cache:
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP, both added to the residual stream."""
+    """Pre-norm attention and MLP, both added to the residual stream; both start at zero, so a new layer changes nothing."""
 
-    def __init__(self, width: int, heads: int, depth: int) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm_attention = RMSNorm(width)
         self.qkv = Linear(width, 3 * width)
-        self.attention_out = Linear(width, width, gain=(2 * depth) ** -0.5)
+        self.attention_out = Linear(width, width, gain=0)
         self.norm_mlp = RMSNorm(width)
         self.up = Linear(width, 4 * width)
-        self.down = Linear(4 * width, width, gain=(2 * depth) ** -0.5)
+        self.down = Linear(4 * width, width, gain=0)
 
     def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, slots: Tensor | None, start: int) -> Tensor:
         B, T, W = x.shape
@@ -132,7 +132,7 @@ class Block(nn.Module):
         W = config.width
         self.context, self.heads, self.reads = config.context, config.heads, reads
         self.embed = nn.Parameter(torch.randn(config.lookback, VOCABULARY, W) * 0.1)
-        self.layers = nn.ModuleList([Layer(W, config.heads, layers) for _ in range(layers)])
+        self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
         self.norm = RMSNorm(W)
         self.skip = config.skip if config.objective == "denoise" and not reads else None
         if self.skip:  # what reads z starts at zero: an untrained z path must not disturb the context path

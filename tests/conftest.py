@@ -1,0 +1,103 @@
+"""What all tests share: a small learnable corpus, small settings, and small models. Nothing here reaches the network."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some virtual machines announce AMX and cannot run it
+
+import pytest
+import torch
+from hypothesis import settings
+
+from blocktrain.config import Config, make_config
+from blocktrain.learning.compose import Model
+from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.evaluate import fit_pool_weights
+from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.train import Trainer
+
+torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=30, database=None)
+settings.load_profile("suite")
+
+Tiny = Callable[..., Config]
+
+WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "lagoon", "marsh", "north", "ocean", "prairie", "quarry", "ridge"]
+
+
+def write_text(lines: int, seed: int) -> str:
+    """Sentences of a small grammar: learnable in a few steps, never quite certain."""
+    draw = random.Random(seed)
+    noun = lambda: draw.choice(WORDS)  # noqa: E731
+    return "".join(f"the {noun()} {draw.choice(['meets', 'leaves', 'finds'])} the {noun()} by the {noun()}.\n" for _ in range(lines))
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "train.txt").write_text(write_text(1200, seed=1))
+    (folder / "valid.txt").write_text(write_text(60, seed=2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(corpus_folder: Path) -> Corpus:
+    return open_corpus(str(corpus_folder), None, corpus_folder)
+
+
+def tiny_config(**changes: Any) -> Config:
+    small: dict[str, Any] = {"blocks": 3, "layers_per_block": 1, "width": 16, "heads": 2, "context": 16, "z_width": 8}
+    return make_config({**small, "batch": 4, "steps": 12, "warmup": 2, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tiny:
+    return tiny_config
+
+
+def random_model(config: Config) -> Model:
+    """All blocks with random weights everywhere, also where training starts at zero, so that every path is seen."""
+    blocks = [build_block(config, n) for n in range(1, config.independent + 1)]
+    fusion = build_block(config, config.blocks) if config.compose == "fuse" else None
+    if fusion:
+        fusion.readout.copy_from(blocks)
+    generator = torch.Generator().manual_seed(5)
+    for block in [*blocks, *([fusion] if fusion else [])]:
+        for parameter in block.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5, generator=generator)
+    return Model(config, blocks, fusion)
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[[Config], Model]:
+    return random_model
+
+
+def train_block(config: Config, index: int, corpus: Corpus, sources: list[Block] | None = None) -> Block:
+    trainer = Trainer(config, index, sources or [])
+    for _ in trainer.run(corpus.train, config.steps):
+        pass
+    return trainer.block
+
+
+@pytest.fixture(scope="session")
+def trained(corpus: Corpus) -> Model:
+    """A small run, trained as `local` does it, pool weights fitted."""
+    config = tiny_config(blocks=4, width=24, context=32, batch=8, steps=150, learning_rate=1e-2, fusion_learning_rate=1e-2)
+    blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
+    fusion = train_block(config, config.blocks, corpus, blocks)
+    weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
+    return Model(config, blocks, fusion, weights)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)

@@ -1,0 +1,106 @@
+"""Noise levels: equal mass, order and overlap of the ranges, their samples, EDM's coefficients, the Euler step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from blocktrain.config import Config
+from blocktrain.learning.noise import NoiseLevels, edm, euler_step, noise_levels
+from conftest import tiny_config
+
+DEFAULT = noise_levels(Config())
+
+
+@st.composite
+def levels(draw: st.DrawFn) -> NoiseLevels:
+    low = draw(st.floats(0.05, 2))
+    found = NoiseLevels(draw(st.floats(-2, 1)), draw(st.floats(0.5, 2)), low, low * draw(st.floats(1.5, 50)))
+    assume(found.mass_below(found.sigma_max) - found.mass_below(found.sigma_min) > 1e-3)
+    return found
+
+
+def test_the_edges_of_four_blocks() -> None:
+    assert DEFAULT.edges(4) == pytest.approx([1, 1.238, 1.623, 2.429, 10], abs=5e-4)
+
+
+@given(levels(), st.integers(1, 12))
+def test_edges_rise_and_hold_equal_mass(found: NoiseLevels, blocks: int) -> None:
+    edges = found.edges(blocks)
+    assert len(edges) == blocks + 1
+    assert (edges[0], edges[-1]) == (found.sigma_min, found.sigma_max)
+    assert all(a < b for a, b in itertools.pairwise(edges))
+    share = (found.mass_below(found.sigma_max) - found.mass_below(found.sigma_min)) / blocks
+    for a, b in itertools.pairwise(edges):
+        assert found.mass_below(b) - found.mass_below(a) == pytest.approx(share, rel=1e-9)
+
+
+@given(levels(), st.integers(1, 8))
+def test_the_first_block_owns_the_highest_noise(found: NoiseLevels, blocks: int) -> None:
+    ranges = found.ranges(blocks, 0.0)
+    assert ranges[0].high == found.sigma_max
+    assert ranges[-1].low == found.sigma_min
+    for above, below in itertools.pairwise(ranges):
+        assert above.low == pytest.approx(below.high)
+
+
+@given(levels(), st.integers(2, 8), st.floats(0, 1))
+def test_ranges_overlap_by_gamma_of_their_log_width(found: NoiseLevels, blocks: int, gamma: float) -> None:
+    for plain, wide in zip(found.ranges(blocks, 0.0), found.ranges(blocks, gamma), strict=True):
+        extra = gamma * math.log(plain.high / plain.low)
+        assert math.log(wide.low) == pytest.approx(max(math.log(plain.low) - extra, math.log(found.sigma_min)))
+        assert math.log(wide.high) == pytest.approx(min(math.log(plain.high) + extra, math.log(found.sigma_max)))
+
+
+@given(levels(), st.integers(1, 6), st.floats(0, 0.5))
+def test_samples_stay_in_range_and_follow_the_distribution(found: NoiseLevels, blocks: int, gamma: float) -> None:
+    uniform = torch.linspace(0, 1 - 2**-24, 65)
+    for part in found.ranges(blocks, gamma):
+        sigma = found.sample(part, uniform)
+        assert sigma.dtype == torch.float32
+        assert part.low * (1 - 1e-6) <= sigma.min() and sigma.max() <= part.high * (1 + 1e-6)
+        low, high = found.mass_below(part.low), found.mass_below(part.high)
+        below = torch.tensor([(found.mass_below(float(s)) - low) / (high - low) for s in sigma])
+        # A float32 sigma cannot resolve a narrow range better than its own rounding.
+        slack = 1e-5 + 1e-6 / math.log(part.high / part.low)
+        assert torch.allclose(below, uniform, atol=slack, rtol=0)
+
+
+def test_the_tail_has_its_own_lower_end() -> None:
+    config = tiny_config(objective="denoise", compose="euler", tail=4, tail_sigma_min=0.2)
+    assert noise_levels(config).sigma_min == 1.0
+    assert noise_levels(config, tail=True).sigma_min == 0.2
+    assert noise_levels(config, tail=True).sigma_max == config.sigma_max
+
+
+def test_edm_without_noise_keeps_z_and_with_all_noise_ignores_it() -> None:
+    none, all_ = edm(torch.tensor(1e-6), 0.5), edm(torch.tensor(1e6), 0.5)
+    assert none.skip.item() == pytest.approx(1)
+    assert none.out.item() == pytest.approx(0, abs=1e-5)
+    assert none.in_.item() == pytest.approx(1 / 0.5)
+    assert all_.skip.item() == pytest.approx(0, abs=1e-9)
+    assert all_.out.item() == pytest.approx(0.5)
+    assert all_.weight.item() == pytest.approx(1 / 0.5**2)
+
+
+@given(st.floats(0.01, 100), st.floats(0.1, 2))
+def test_edm_by_its_definition(sigma: float, data: float) -> None:
+    c = edm(torch.tensor(sigma, dtype=torch.float64), data)
+    variance = sigma**2 + data**2
+    assert c.skip.item() == pytest.approx(data**2 / variance)
+    assert c.out.item() == pytest.approx(sigma * data / math.sqrt(variance))
+    assert c.in_.item() ** 2 * variance == pytest.approx(1)  # F sees unit variance
+    assert c.noise.item() == pytest.approx(math.log(sigma) / 4)
+    assert c.weight.item() * c.out.item() ** 2 == pytest.approx(1)  # the weight undoes the output's scale
+
+
+def test_euler_step_leaves_a_fixed_point_and_lands_on_the_estimate() -> None:
+    z, denoised = torch.randn(3, 5), torch.randn(3, 5)
+    assert torch.equal(euler_step(z, z, 4.0, 2.0), z)
+    assert torch.allclose(euler_step(z, denoised, 4.0, 0.0), denoised, atol=1e-6)
+    assert torch.allclose(euler_step(z, denoised, 4.0, 2.0), (z + denoised) / 2, atol=1e-6)

@@ -1,0 +1,164 @@
+"""Jobs in processes: order, slots, messages, failures, Ctrl-C at any time, and orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blocktrain.errors import ConfigError, RunError
+from blocktrain.processes import Channel, Job, run_jobs
+
+
+def say(channel: Channel, word: str) -> None:
+    channel.send(word=word, at=time.monotonic())
+    channel.send(word=word, at=time.monotonic())
+
+
+def refuse(channel: Channel) -> None:
+    raise ConfigError("this makes no sense")
+
+
+def stumble(channel: Channel) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+def exhaust(channel: Channel) -> None:
+    raise MemoryError
+
+
+def die(channel: Channel) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_and_save(channel: Channel, path: Path) -> None:
+    """Runs until it is told to stop; then says so in a file and to its parent."""
+    channel.send(ready=True)
+    while not channel.stopped:
+        time.sleep(0.005)
+    path.write_text("saved")
+    channel.send(saved=True)
+
+
+def fail_once_ready(channel: Channel, other: Path) -> None:
+    while not other.exists():
+        time.sleep(0.005)
+    raise ConfigError("no")
+
+
+def touch_then_wait_and_save(channel: Channel, ready: Path, path: Path) -> None:
+    ready.touch()
+    wait_and_save(channel, path)
+
+
+def heard(jobs: list[Job], slots: int) -> list[tuple[str, dict[str, Any]]]:
+    messages: list[tuple[str, dict[str, Any]]] = []
+    run_jobs(jobs, slots, lambda name, message: messages.append((name, message)))
+    return messages
+
+
+def test_jobs_follow_those_they_wait_for_and_every_message_arrives() -> None:
+    messages = heard([Job("last", say, ("c",), after=("first", "second")), Job("first", say, ("a",)), Job("second", say, ("b",))], 2)
+    assert sorted((name, message["word"]) for name, message in messages) == [
+        (n, w) for n, w in (("first", "a"), ("last", "c"), ("second", "b")) for _ in "12"
+    ]
+    at = {name: message["at"] for name, message in messages}
+    assert at["last"] > max(at["first"], at["second"])
+
+
+def test_one_slot_runs_one_at_a_time() -> None:
+    assert [name for name, _ in heard([Job("a", say, ("",)), Job("b", say, ("",))], 1)] == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [(refuse, "^job: this makes no sense$"), (stumble, "(?s)Traceback.*a bug"), (exhaust, "smaller --batch"), (die, "job: .*killed")],
+)
+def test_a_job_that_fails_is_told_by_name(work: Any, sentence: str) -> None:
+    with pytest.raises(RunError, match=sentence):
+        heard([Job("job", work)], 1)
+
+
+def test_when_one_fails_the_others_save_and_end(tmp_path: Path) -> None:
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    with pytest.raises(RunError, match="bad: no"):
+        heard([Job("good", touch_then_wait_and_save, (ready, saved)), Job("bad", fail_once_ready, (ready,))], 2)
+    assert saved.read_text() == "saved"
+
+
+def test_jobs_that_wait_for_nothing_real_are_refused() -> None:
+    with pytest.raises(RunError, match="never comes: a"):
+        heard([Job("a", say, ("",), after=("nobody",))], 1)
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+folder = Path(sys.argv[1])
+
+if sys.argv[2] == "importing" and __name__ != "__main__":  # the child is caught before its channel is open
+    (folder / "ready").touch()
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        time.sleep(0.005)
+
+from blocktrain.errors import Interrupted
+from blocktrain.processes import Job, run_jobs
+from test_processes import touch_then_wait_and_save
+
+if __name__ == "__main__":
+    try:
+        run_jobs([Job("job", touch_then_wait_and_save, (folder / "ready", folder / "saved"))], 1, lambda _, m: print(m, flush=True))
+    except Interrupted as error:
+        sys.exit(str(error))
+"""
+
+
+def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
+    """A parent with one child, once the child is where `phase` says."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), phase],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    return process
+
+
+def test_ctrl_c_lets_the_jobs_save(tmp_path: Path) -> None:
+    process = start(tmp_path, "working")
+    os.killpg(process.pid, signal.SIGINT)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == "stopped; everything up to here is saved: continue with --resume\n"
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert "{'saved': True}" in out
+
+
+def test_ctrl_c_while_a_job_still_imports_says_one_sentence(tmp_path: Path) -> None:
+    process = start(tmp_path, "importing")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert said == "stopped; everything up to here is saved: continue with --resume\n"
+    assert not (tmp_path / "saved").exists()
+
+
+def test_an_orphan_saves_and_ends_by_itself(tmp_path: Path) -> None:
+    process = start(tmp_path, "working")
+    process.kill()
+    process.communicate(timeout=60)  # returns when the orphan, which holds the pipes too, has ended
+    assert (tmp_path / "saved").read_text() == "saved"
