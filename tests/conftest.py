@@ -28,7 +28,26 @@ settings.load_profile("suite")
 
 Tiny = Callable[..., Config]
 
-WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty", "knoll", "lagoon", "marsh", "north", "ocean", "prairie", "quarry", "ridge"]
+WORDS = [
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "heath",
+    "inlet",
+    "jetty",
+    "knoll",
+    "lagoon",
+    "marsh",
+    "north",
+    "ocean",
+    "prairie",
+    "quarry",
+    "ridge",
+]
 
 
 def write_text(lines: int, seed: int) -> str:

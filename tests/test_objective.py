@@ -78,7 +78,7 @@ def test_a_tail_trains_its_mask_and_only_in_its_share() -> None:
     touched = 0
     for seed in range(20):
         block.zero_grad(set_to_none=True)
-        denoise_loss(block, table, TOKENS, config, 1, torch.Generator().manual_seed(seed)).total.backward()  # type: ignore[no-untyped-call]
+        denoise_loss(block, table, TOKENS, config, 1, torch.Generator().manual_seed(seed)).total.backward()
         touched += block.mask.grad is not None
     assert 4 <= touched <= 16
 
@@ -118,6 +118,6 @@ def test_what_fusion_reads_gets_no_gradient() -> None:
     sources = [build_block(config, n) for n in (1, 2)]
     fusion = build_block(config, 3)
     fusion.readout.copy_from(sources)
-    fusion_loss(fusion, sources, TOKENS, 0.15, torch.Generator().manual_seed(0)).total.backward()  # type: ignore[no-untyped-call]
+    fusion_loss(fusion, sources, TOKENS, 0.15, torch.Generator().manual_seed(0)).total.backward()
     assert all(p.grad is None for source in sources for p in source.parameters())
     assert all(p.grad is not None for p in fusion.parameters())

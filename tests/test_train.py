@@ -1,4 +1,4 @@
-"""The local loop: the same seed gives the same bits, and so does a run that was stopped, killed or orphaned on the way."""
+"""The local loop: the same seed gives the same bits, and so does a run that was killed or stopped on the way."""
 
 from __future__ import annotations
 
@@ -198,10 +198,8 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_run_that_is_killed_orphaned_and_interrupted_ends_in_the_same_weights(
-    corpus: Corpus, corpus_folder: Path, tmp_path: Path
-) -> None:
-    config = tiny_config(compose="pool", blocks=1, steps=900)
+def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(compose="pool", blocks=1, steps=600)
     undisturbed = Trainer(config, 1)
     for _ in undisturbed.run(corpus.train, config.steps):
         pass
@@ -224,7 +222,6 @@ def test_a_run_that_is_killed_orphaned_and_interrupted_ends_in_the_same_weights(
 
     code, _ = disturb(lambda process: os.killpg(process.pid, signal.SIGKILL))
     assert code == -signal.SIGKILL
-    disturb(lambda process: process.kill())  # the child is orphaned: it saves and ends by itself
     code, said = disturb(lambda process: os.killpg(process.pid, signal.SIGINT))
     assert code == 1
     assert said.startswith("interrupted: stopped; everything up to here is saved"), said
@@ -234,7 +231,7 @@ def test_a_run_that_is_killed_orphaned_and_interrupted_ends_in_the_same_weights(
     assert (process.returncode, said) == (0, "")
     assert sha256(run.weights(1)) == sha256(Run(tmp_path / "undisturbed").weights(1))
     assert not run.state(1).exists()
-    assert [event["kind"] for event in read_events(run.events)].count("start") == 4
+    assert [event["kind"] for event in read_events(run.events)].count("start") == 3
 
 
 def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:

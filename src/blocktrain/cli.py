@@ -63,7 +63,7 @@ def cores() -> int:
 @app.command
 def train(
     *,
-    data: str = "stdlib",
+    data: str | None = None,
     out: Path | None = None,
     resume: Annotated[bool, Parameter(negative=())] = False,
     reference: Annotated[bool, Parameter(negative=())] = False,
@@ -79,7 +79,7 @@ def train(
     Parameters
     ----------
     data
-        stdlib, wikitext2, wikitext103, or the path of a text file or folder.
+        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder.
     out
         The run folder; by default a new one under runs/.
     resume
@@ -103,7 +103,8 @@ def train(
             raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
     else:
         from_file = read_toml(config) if config else {}
-        data = str(from_file.pop("data", data)) if data == "stdlib" else data
+        data = data or str(from_file.get("data", "stdlib"))
+        from_file.pop("data", None)
         made = make_config({**from_file, **given(settings)}, preset)
         pick_device(made.device)
         source(data).open().require(made.context)

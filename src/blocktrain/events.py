@@ -13,6 +13,8 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+        if path.read_bytes()[-1:] not in (b"", b"\n"):  # a crash tore the last line: it must not take the next one with it
+            self._file.write("\n")
 
     def write(self, kind: str, **fields: Any) -> None:
         """One line."""

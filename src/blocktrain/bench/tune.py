@@ -42,9 +42,9 @@ def best_rate(folder: Path, kind: str) -> float:
 def table(folder: Path) -> list[dict[str, Any]]:
     """A row per kind: cross entropy at every rate, and the best."""
     rows = []
-    for kind in SETTINGS:
+    for kind, setting in SETTINGS.items():
         ces = {f"{rate:g}": round(read_json(_path(folder, kind, rate))["ce"], 4) for rate in GRID}
-        rows.append({"setting": SETTINGS[kind], **ces, "best": best_rate(folder, kind)})
+        rows.append({"setting": setting, **ces, "best": best_rate(folder, kind)})
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,10 +123,10 @@ def text_bits(block: Block, prompt: bytes, text: bytes) -> float:
     return -taken.double().mean().item() / math.log(2)
 
 
-def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit: int = 1 << 15) -> Tensor:
+def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit: int = 1 << 16) -> Tensor:
     """Weights of the log-linear pool that fit the calibration slice best (a convex problem; Newton-like LBFGS)."""
     with torch.no_grad():
-        logp, targets = _calibration(model, calibration[: limit + 1], rows)
+        logp, targets = _calibration(model, calibration, rows, limit)
     weights = torch.full((len(model.blocks),), 1 / len(model.blocks), dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=50, line_search_fn="strong_wolfe")
 
@@ -142,11 +143,18 @@ def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit:
     return found
 
 
-def _calibration(model: Model, split: Bytes, rows: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (N, P, V) of the blocks and the targets (P,) on a slice."""
+def _calibration(model: Model, split: Bytes, rows: int, limit: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (N, P, V) of the blocks and the targets (P,) on about `limit` positions from all over the slice.
+
+    Neighbouring text is alike: weights fitted on one stretch of it do not carry over.
+    """
+    context = model.config.context
+    count = (len(split) - 1) // context
+    picked = np.unique(np.linspace(0, count - 1, min(count, max(limit // context, 1))).astype(int))
     logps: list[Tensor] = []
     targets: list[Tensor] = []
-    for _, tokens in rows_without_overlap(split, model.config.context, rows):
+    for some in np.array_split(picked, -(-len(picked) // rows)):
+        tokens = torch.from_numpy(np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64))
         features = model.all_features(tokens[:, :-1].to(model.device))
         each = [block(f).log_softmax(-1).flatten(0, 1) for block, f in zip(model.blocks, features, strict=True)]
         logps.append(torch.stack(each).cpu())

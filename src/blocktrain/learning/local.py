@@ -18,7 +18,7 @@ from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
 from blocktrain.learning.noise import noise_levels
-from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json
+from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json, write_model_card
 from blocktrain.learning.train import REFERENCE, Trainer, pick_device
 from blocktrain.processes import Channel, Job, run_jobs
 
@@ -118,6 +118,7 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     seal(plan.run, plan.config, plan.source.spec, weights)
     model = load_model(plan.run.folder, device)
     result = _judge(plan, corpus, model, progress)
+    write_model_card(plan.run, plan.config, result)
     write_json(plan.run.folder / "result.json", result)
     return result
 
@@ -128,7 +129,7 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     if plan.run.weights(REFERENCE).exists():
         reference = load_block(plan.run, config, REFERENCE, model.device)
         ce["reference"] = evaluate_alone(reference, corpus.valid, config.context)
-    done = {e["block"]: e for e in read_events(plan.run.events) if e["kind"] == "block_done"}
+    done = {e["block"]: e for e in read_events(plan.run.events) if e.get("kind") == "block_done" and "block" in e}
     prompt = bytes(corpus.valid[: config.context // 2])
     sampler = Sampler(config.seed, temperature=0.8)
     written = autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device)
@@ -136,7 +137,7 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
         "corpus": {"name": corpus.name, "train_bytes": len(corpus.train), "valid_bytes": len(corpus.valid)},
-        "parameters": {block_name(n): _parameters(plan, n) for n in range(1, config.blocks + 1)},
+        "parameters": {block_name(n): _parameters(plan, n) for n in range(config.blocks + 1) if plan.run.weights(n).exists()},
         "pool_weights": None if model.pool_weights is None else [round(float(w), 4) for w in model.pool_weights],
         "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)] if config.objective == "denoise" else None,
         "seconds": {block_name(n): e["seconds"] for n, e in sorted(done.items())},

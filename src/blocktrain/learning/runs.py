@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,35 @@ def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None)
     write_json(run.model / "config.json", content)
 
 
+def write_model_card(run: Run, config: Config, result: dict[str, Any]) -> None:
+    """model/README.md: what this model is, what it was trained on, how good it is, what it is not for."""
+    rows = "\n".join(f"| {name} | {value:.4f} | {value / math.log(2):.4f} |" for name, value in result["valid_ce"].items())
+    corpus, sample = result["corpus"], result["sample"]
+    text = "\n".join("    " + line for line in (sample["prompt"] + sample["text"]).splitlines())
+    card = f"""# A BlockTrain model
+
+{config.blocks} blocks of {config.layers_per_block} layers, width {config.width}, context {config.context} bytes,
+composed by `{config.compose}` (objective `{config.objective}`). Byte-level: no tokenizer.
+Trained for {config.steps} steps a block on `{corpus["name"]}`
+({corpus["train_bytes"]:,} bytes), seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
+
+Cross entropy on the valid split ({corpus["valid_bytes"]:,} bytes):
+
+| model | nats/byte | bits/byte |
+|---|---|---|
+{rows}
+
+`block-N.safetensors` hold the weights, `config.json` the settings, the pool weights and the sha256 of every file.
+Use it with `blocktrain evaluate RUN` and `blocktrain generate RUN --prompt ...`, RUN being the folder above this one.
+
+A small model trained on little text: it writes in the manner of its corpus and knows no facts.
+Sample at temperature {sample["temperature"]}:
+
+{text}
+"""
+    write_atomic(run.model / "README.md", card.encode())
+
+
 def load_model(folder: Path, device: torch.device) -> Model:
     """The composed model of a run folder; every file is checked against its hash."""
     run = Run(folder)
@@ -135,6 +165,8 @@ def load_model(folder: Path, device: torch.device) -> Model:
     blocks = [load_block(run, config, n, device) for n in range(1, config.independent + 1)]
     fusion = load_block(run, config, config.blocks, device) if config.compose == "fuse" else None
     weights = content.get("pool_weights")
+    if weights is not None and not (isinstance(weights, list) and [type(w) for w in weights] == [float] * len(blocks)):
+        raise RunError(f"{manifest} is damaged: pool_weights must be a number for each of {len(blocks)} blocks")
     return Model(config, blocks, fusion, None if weights is None else torch.tensor(weights, device=device))
 
 

@@ -1,0 +1,172 @@
+"""Settings: every rule, sentences for what makes no sense, TOML there and back, the fingerprint, the presets."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from blocktrain.config import PRESETS, Config, make_config, read_toml
+from blocktrain.errors import ConfigError
+
+DENOISE = {"objective": "denoise", "compose": "euler"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"width": 96, "heads": 5}, "heads=5 must divide width=96 into even parts; try heads=4"),
+        ({"width": 97, "heads": 4}, "try width=98 with heads=1"),
+        ({"sigma_min": 10.0}, "sigma_min=10.0 must be below sigma_max=10.0"),
+        ({"p_mean": -60.0}, "leave no noise between sigma_min and sigma_max"),
+        ({"compose": "euler"}, "compose=euler needs objective=denoise"),
+        ({"compose": "pool", "objective": "denoise", "skip": "edm"}, "skip=edm only composes by euler"),
+        ({"blocks": 1}, "compose=fuse needs at least 2 blocks"),
+        ({"objective": "denoise"}, "compose=fuse needs objective=next"),
+        ({"tail": 8}, "tail needs objective=denoise"),
+        ({**DENOISE, "tail": 128}, "tail=128 must be shorter than context=128"),
+        ({**DENOISE, "tail": 8, "tail_sigma_min": 11.0}, "tail_sigma_min=11.0 must be below sigma_max=10.0"),
+    ],
+)
+def test_settings_that_do_not_agree(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_config(settings)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"blocks": 0},
+        {"layers_per_block": 0},
+        {"width": 4},
+        {"context": 4},
+        {"lookback": 0},
+        {"z_width": 1},
+        {"feature_dropout": 1.0},
+        {"gamma": -0.1},
+        {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"sigma_max": float("inf")},
+        {"p_mean": float("nan")},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"steps": 0},
+        {"steps": "500"},
+        {"steps": 1.5},
+        {"batch": True},
+        {"device": "tpu"},
+        {"dtype": "float16"},
+        {"schedule": "step"},
+        {"objective": "mask"},
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_named_with_its_value(settings: dict[str, Any]) -> None:
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"^{name}: .*\(got {value!r}\)"):
+        make_config(settings)
+
+
+def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'widht'; known settings: blocks, .*width"):
+        make_config({"widht": 3})
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"blocks: .*; steps: "):
+        make_config({"blocks": 0, "steps": 0})
+
+
+def test_a_suggested_number_of_heads_is_accepted() -> None:
+    for width in range(8, 60):
+        for heads in (1, 3, 7, 64):
+            try:
+                make_config({"width": width, "heads": heads})
+            except ConfigError as error:
+                tried = str(error).rpartition("try ")[2].replace(" with", "").split()
+                make_config({"width": width, **{name: int(value) for name, value in (pair.split("=") for pair in tried)}})
+
+
+def test_settings_cannot_be_changed_in_place() -> None:
+    with pytest.raises(ValidationError):
+        Config().width = 3
+
+
+def test_presets() -> None:
+    paper = make_config({}, preset="paper")
+    assert (paper.objective, paper.skip, paper.compose) == ("denoise", "edm", "euler")
+    assert make_config({"skip": "exact"}, preset="paper").skip == "exact", "what is named wins"
+    for preset in PRESETS:
+        make_config({}, preset=preset)
+    with pytest.raises(ConfigError, match=r"unknown preset 'best'; known: .*paper"):
+        make_config({}, preset="best")
+
+
+def test_replace_validates_again() -> None:
+    assert Config().replace(width=32).width == 32
+    with pytest.raises(ConfigError, match="must divide"):
+        Config().replace(heads=7)
+
+
+def test_how_many_blocks_read_only_bytes() -> None:
+    assert Config(blocks=4).independent == 3
+    assert Config(blocks=4, compose="pool").independent == 4
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "width": st.integers(1, 20).map(lambda n: 8 * n),
+            "context": st.integers(8, 999),
+            "learning_rate": st.floats(1e-9, 1),
+            "p_std": st.floats(0.5, 5),
+            "seed": st.integers(0, 2**32 - 1),
+            "compose": st.sampled_from(["fuse", "pool"]),
+        }
+    )
+)
+def test_toml_there_and_back(settings: dict[str, Any]) -> None:
+    config = make_config(settings)
+    again = make_config(tomllib.loads(config.to_toml()))
+    assert again == config
+    assert again.fingerprint == config.fingerprint
+
+
+def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
+    config = make_config({"objective": "denoise", "compose": "euler", "tail": 2})
+    assert config.fingerprint == make_config(dict(reversed(config.model_dump().items()))).fingerprint
+    assert len(config.fingerprint) == 64
+    assert Config(sigma_min=1).fingerprint == Config(sigma_min=1.0).fingerprint
+    changes: dict[str, Any] = {"objective": "next", "compose": "pool", "skip": "edm", "schedule": "linear", "data_order": "shared"}
+    changes |= {"device": "auto", "dtype": "bfloat16", "heads": 2}
+    seen = {config.fingerprint}
+    for name, value in config.model_dump().items():
+        other: dict[str, Any] = {name: changes[name] if name in changes else value * 2 if value else 1}
+        if name in ("objective",):
+            other |= {"compose": "pool", "tail": 0}
+        seen.add(config.replace(**other).fingerprint)
+    assert len(seen) == 1 + len(Config.model_fields)
+
+
+def test_settings_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("width = 32\nsigma_min = 2\n")
+    assert make_config(read_toml(path)).sigma_min == 2.0
+    path.write_text("width = ")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        read_toml(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        read_toml(path)
+    with pytest.raises(ConfigError, match="cannot read the settings file"):
+        read_toml(tmp_path / "nowhere.toml")
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert all(field.description for field in Config.model_fields.values())

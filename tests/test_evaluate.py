@@ -1,0 +1,122 @@
+"""Cross entropies: the same for any batch, by hand, what pooling and fusing gain, and what pool weights are fitted on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from blocktrain.learning.compose import Model, euler_path
+from blocktrain.learning.data import Corpus
+from blocktrain.learning.evaluate import (
+    context_predictors,
+    cross_entropies,
+    evaluate,
+    evaluate_alone,
+    fit_pool_weights,
+    position_noise_row,
+    text_bits,
+)
+from conftest import random_model, tiny_config
+
+MODELS = {
+    "fuse": random_model(tiny_config()),
+    "pool": random_model(tiny_config(compose="pool")),
+    "exact": random_model(tiny_config(compose="euler", objective="denoise")),
+    "paper": random_model(tiny_config(compose="euler", objective="denoise", skip="edm")),
+}
+NAMES = {
+    "fuse": {"composed", "block_1", "block_2", "pool", "fuse"},
+    "pool": {"composed", "block_1", "block_2", "block_3", "pool"},
+    "exact": {"composed", "block_1", "block_2", "block_3", "pool", "euler_1", "euler_2", "euler_3", "euler", "marginal"},
+    "paper": {"composed", "euler_1", "euler_2", "euler_3", "euler", "marginal"},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_number_of_rows_changes_nothing(kind: str, corpus: Corpus) -> None:
+    split = corpus.valid[: 16 * 20 + 6]  # a ragged last row
+    one, three, sixteen = (evaluate(MODELS[kind], split, rows=rows, draws=2) for rows in (1, 3, 16))
+    assert set(one) == NAMES[kind]
+    assert one == pytest.approx(three, abs=1e-6)
+    assert one == pytest.approx(sixteen, abs=1e-6)
+    assert one["composed"] == one[MODELS[kind].config.compose]
+
+
+def test_cross_entropy_by_hand(corpus: Corpus) -> None:
+    block, split = MODELS["pool"].blocks[0], corpus.valid[:50]
+    total = 0.0
+    for first in range(0, 49, 16):
+        ids = torch.tensor([split[first : first + 17].tolist()])
+        logp = block(block.features(ids[:, :-1])).log_softmax(-1)[0]
+        total -= sum(logp[t, ids[0, t + 1]].item() for t in range(ids.shape[1] - 1))
+    assert evaluate_alone(block, split, 16) == pytest.approx(total / 49, abs=1e-6)
+    assert evaluate(MODELS["pool"], split)["block_1"] == pytest.approx(total / 49, abs=1e-6)
+
+
+def test_the_noise_of_the_path_belongs_to_the_row(corpus: Corpus) -> None:
+    model, split = MODELS["exact"], corpus.valid[: 16 * 5 + 1]
+    total = 0.0
+    for row in range(5):
+        ids = torch.tensor([split[row * 16 : row * 16 + 17].tolist()])
+        logits = euler_path(model, ids[:, :-1], position_noise_row(3, 0, row, 16, 8)[None])[-1]
+        total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item() / 5
+    assert evaluate(model, split, seed=3, draws=1)["euler"] == pytest.approx(total, abs=1e-5)
+    assert evaluate(model, split, seed=4, draws=1)["euler"] != pytest.approx(total, abs=1e-5)
+
+
+def test_progress_ends_at_one(corpus: Corpus) -> None:
+    shares: list[float] = []
+    evaluate(MODELS["fuse"], corpus.valid[:200], rows=2, progress=shares.append)
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 3
+
+
+def test_pool_and_fusion_beat_single_blocks(trained: Model, corpus: Corpus) -> None:
+    ce = evaluate(trained, corpus.valid)
+    single = [ce[f"block_{n}"] for n in (1, 2, 3)]
+    assert max(single) < 2.0, "the blocks have learnt something"
+    assert ce["pool"] < np.mean(single)
+    assert ce["fuse"] < ce["pool"]
+    assert ce["composed"] == ce["fuse"]
+
+
+def test_a_missing_block_costs_little(trained: Model, corpus: Corpus) -> None:
+    ce = cross_entropies(context_predictors(trained, leave_out=True), corpus.valid, trained.config.context)
+    without = [ce[f"fuse_without_{n}"] for n in (1, 2, 3)]
+    assert all(ce["fuse"] < value < ce["fuse"] + 0.5 for value in without)
+
+
+def test_fitted_weights_beat_equal_ones_where_they_are_fitted(trained: Model, corpus: Corpus) -> None:
+    equal = evaluate(Model(trained.config, trained.blocks, trained.fusion), corpus.calibration)
+    fitted = evaluate(trained, corpus.calibration)
+    assert trained.pool_weights is not None and (trained.pool_weights > 0).all()
+    assert fitted["pool"] < equal["pool"]
+    assert fitted["fuse"] == equal["fuse"], "the fusion block has weights of its own"
+
+
+def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: Corpus) -> None:
+    assert trained.pool_weights is not None
+    again = fit_pool_weights(Model(trained.config, trained.blocks), np.array(corpus.calibration))
+    assert torch.equal(again, trained.pool_weights)
+    before = [p.clone() for block in trained.blocks for p in block.parameters()]
+    other = fit_pool_weights(Model(trained.config, trained.blocks), corpus.calibration[:1000])
+    assert not torch.equal(other, trained.pool_weights)
+    assert all(torch.equal(a, b) for a, b in zip(before, (p for block in trained.blocks for p in block.parameters()), strict=True))
+
+
+def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corpus) -> None:
+    config = trained.config
+    stranger = random_model(config.replace(seed=7)).blocks[0]
+    torch.nn.init.normal_(stranger.head.weight, std=3.0, generator=torch.Generator().manual_seed(0))
+    weights = fit_pool_weights(Model(config, [*trained.blocks[:2], stranger]), corpus.calibration)
+    assert (weights > 0).all()
+    assert weights[2] < 0.1 * weights[:2].min()
+
+
+def test_bits_of_a_text_under_a_block(corpus: Corpus) -> None:
+    block, text = MODELS["pool"].blocks[0], bytes(corpus.valid[:17])
+    assert text_bits(block, text[:1], text[1:]) == pytest.approx(evaluate_alone(block, corpus.valid[:17], 16) / math.log(2), abs=1e-5)
+    logp = block(block.features(torch.tensor([list(text[:-1])]))).log_softmax(-1)[0]
+    assert text_bits(block, text[:-1], text[-1:]) == pytest.approx(-logp[-1, text[-1]].item() / math.log(2), abs=1e-5)
