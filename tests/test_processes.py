@@ -98,35 +98,45 @@ def test_jobs_that_wait_for_nothing_real_are_refused() -> None:
 
 
 SCRIPT = """
-import sys, time
+import os, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-folder = Path(sys.argv[1])
-
-if sys.argv[2] == "importing" and __name__ != "__main__":  # the child is caught before its channel is open
-    (folder / "ready").touch()
-    end = time.monotonic() + 100
-    while time.monotonic() < end:
-        time.sleep(0.005)
-
+sys.path[:0] = [{tests!r}, {folder!r}]
 from blocktrain.errors import Interrupted
 from blocktrain.processes import Job, run_jobs
-from test_processes import touch_then_wait_and_save
 
 if __name__ == "__main__":
+    os.environ["MAIN"] = str(os.getpid())
+    from {module} import touch_then_wait_and_save
+    folder = Path({folder!r})
     try:
         run_jobs([Job("job", touch_then_wait_and_save, (folder / "ready", folder / "saved"))], 1, lambda _, m: print(m, flush=True))
     except Interrupted as error:
         sys.exit(str(error))
+"""
+SLOW = """
+import os, time
+from pathlib import Path
+from test_processes import wait_and_save
+
+def touch_then_wait_and_save(channel, ready, path):
+    wait_and_save(channel, path)
+
+parent = os.getppid()
+if os.environ["MAIN"] != str(os.getpid()):  # where the job would run: caught before it begins
+    (Path(__file__).parent / "ready").touch()
+    while os.getppid() == parent:
+        time.sleep(0.005)
 """
 
 
 def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
     """A parent with one child, once the child is where `phase` says."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    (tmp_path / "slow.py").write_text(SLOW)
+    module = "slow" if phase == "importing" else "test_processes"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path), module=module))
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), phase],
+        [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -70,9 +70,9 @@ class Config(BaseModel):
     tail_sigma_min: float = Field(default=0.1, gt=0)
     """Lowest noise level of the tail."""
 
-    learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
     """Peak learning rate of the independent blocks."""
-    fusion_learning_rate: float = Field(default=3e-3, gt=0, le=1)
+    fusion_learning_rate: float = Field(default=2e-3, gt=0, le=1)
     """Peak learning rate of the fusion block."""
     reference_learning_rate: float = Field(default=2e-3, gt=0, le=1)
     """Peak learning rate of the end-to-end reference."""

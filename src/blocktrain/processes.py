@@ -7,6 +7,7 @@ import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -88,14 +89,15 @@ def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[st
 
 
 def _start(job: Job, context: ForkServerContext) -> _Running:
-    """A process that is deaf to Ctrl-C from its first instruction on, and so also while it still imports."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(job, theirs), name=job.name)
+    """A process that is deaf to Ctrl-C, as the server it is forked from has been since its first instruction."""
     signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process.start()
+        forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, signal_handler)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(job, theirs), name=job.name, daemon=True)
+    process.start()  # waits while the server imports; Ctrl-C still ends the wait
     theirs.close()
     return _Running(process, ours)
 

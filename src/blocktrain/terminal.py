@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -80,7 +81,7 @@ class JobBars:
 
 def ce_table(title: str, ce: dict[str, float]) -> Table:
     """Cross entropies as nats per byte, bits per byte and perplexity."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE)
     for column in ("model", "nats/byte", "bits/byte", "perplexity"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, value in ce.items():
@@ -91,9 +92,9 @@ def ce_table(title: str, ce: dict[str, float]) -> Table:
 
 def rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """Rows of one shape as a table; the columns are those of the first row."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in rows[0]))
     return table
@@ -102,4 +103,4 @@ def rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -91,14 +91,15 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
 
 
 def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
-    """Means over seeds; `spread` is the largest minus the smallest cross entropy, `gap_spread` that of the gaps."""
+    """Means over seeds; with several, `spread` is the largest minus the smallest cross entropy, `gap_spread` that of the gaps."""
     rows = []
     for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
         row: Row = {"name": same_name[0]["name"]}
         for key in ("valid_ce", "gap", "seconds", "peak_mb", "distinct_mb"):
             row[key] = round(statistics.mean(r[key] for r in same_name), 5)
-        row["spread"] = round(max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5)
-        row["gap_spread"] = round(max(r["gap"] for r in same_name) - min(r["gap"] for r in same_name), 5)
+        if len(seeds) > 1:
+            row["spread"] = round(max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5)
+            row["gap_spread"] = round(max(r["gap"] for r in same_name) - min(r["gap"] for r in same_name), 5)
         rows.append(row)
     return rows
 

@@ -1,0 +1,105 @@
+"""Every command in README and docs is run, long ones at tiny scale, in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TINY = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "4"]
+TINY_BENCH = {"quality": ["--steps", "6"], "memory": [], "step": ["--repeats", "3"]}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of all shell blocks of a page, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [line.split("   #")[0].strip() for block in blocks for line in block.splitlines() if line.split("#")[0].strip()]
+
+
+def shrunk(arguments: list[str]) -> list[str]:
+    """The same command on less."""
+    if arguments[0] == "train" and "--help" not in arguments and "--resume" not in arguments:
+        kept = [a for i, a in enumerate(arguments) if a != "--steps" and arguments[i - 1] != "--steps"]
+        return [*kept, *TINY]
+    if arguments[0] == "generate":
+        return [*arguments, "--max-tokens", "8"]
+    if arguments[0] == "bench":
+        scaled = ["tiny" if a == "standard" else a for a in arguments]
+        return [*scaled, *TINY_BENCH[arguments[1]]]
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader has it: some text of their own, a corpus folder, and a first run, small."""
+    desk = tmp_path_factory.mktemp("desk")
+    text = "".join(f"note {n}: the {n % 7} of {n % 11} is a {n * n}\n" for n in range(3000))
+    (desk / "my-notes.txt").write_text(text)
+    (desk / "data" / "wikitext-2").mkdir(parents=True)
+    for split in ("train", "valid"):
+        (desk / "data" / "wikitext-2" / f"{split}.txt").write_text(text)
+    return desk
+
+
+def run(desk: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "blocktrain.cli", *arguments],
+        cwd=desk,
+        env={**os.environ, "BLOCKTRAIN_DATA": str(desk / "data"), "BLOCKTRAIN_CACHE": str(desk / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def unfinished(desk: Path) -> None:
+    """Make the newest run look as a crash leaves it: its last block is not published."""
+    newest = max((desk / "runs").iterdir(), key=lambda run: run.name)
+    for name in ("result.json", "model/config.json", "model/block-4.safetensors"):
+        (newest / name).unlink()
+
+
+@pytest.mark.timeout(600)
+def test_every_command_of_the_documents_works(desk: Path) -> None:
+    first = run(desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY])  # what `make train` leaves
+    assert first.returncode == 0, first.stderr
+    seen = set()
+    for page in PAGES:
+        for line in commands(page):
+            words = shlex.split(line)
+            if words[0] == "make":
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{page.name}: {line}"
+                continue
+            assert words[0] == "blocktrain", f"{page.name}: {line}"
+            if line in seen:
+                continue
+            seen.add(line)
+            if "--resume" in words:
+                unfinished(desk)
+            if words[1:3] == ["bench", "quality"] and (desk / "results").exists():
+                shutil.rmtree(desk / "results")
+            done = run(desk, shrunk(words[1:]))
+            assert done.returncode == 0, f"{page.name}: {line}\n{done.stderr}"
+    assert len(seen) >= 10
+
+
+def test_the_file_tree_in_the_readme_is_the_one_on_disk() -> None:
+    tree = (ROOT / "README.md").read_text().split("## What is where")[1]
+    named = set(re.findall(r"\b(\w+\.py)\b", tree))
+    there = {path.name for path in (ROOT / "src" / "blocktrain").rglob("*.py") if path.parent.name in ("blocktrain", "learning")}
+    assert named == there - {"__init__.py"}
+
+
+def test_links_and_pictures_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
