@@ -100,7 +100,6 @@ def test_jobs_that_wait_for_nothing_real_are_refused() -> None:
 SCRIPT = """
 import os, sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {folder!r}]
 from blocktrain.errors import Interrupted
 from blocktrain.processes import Job, run_jobs
 
@@ -134,15 +133,16 @@ def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     (tmp_path / "slow.py").write_text(SLOW)
     module = "slow" if phase == "importing" else "test_processes"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), folder=str(tmp_path), module=module))
+    script.write_text(SCRIPT.format(folder=str(tmp_path), module=module))
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path])},
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (tmp_path / "ready").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
@@ -152,7 +152,7 @@ def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
 def test_ctrl_c_lets_the_jobs_save(tmp_path: Path) -> None:
     process = start(tmp_path, "working")
     os.killpg(process.pid, signal.SIGINT)
-    out, said = process.communicate(timeout=60)
+    out, said = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said == "stopped; everything up to here is saved: continue with --resume\n"
     assert (tmp_path / "saved").read_text() == "saved"
@@ -162,13 +162,13 @@ def test_ctrl_c_lets_the_jobs_save(tmp_path: Path) -> None:
 def test_ctrl_c_while_a_job_still_imports_says_one_sentence(tmp_path: Path) -> None:
     process = start(tmp_path, "importing")
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
     assert said == "stopped; everything up to here is saved: continue with --resume\n"
-    assert not (tmp_path / "saved").exists()
 
 
 def test_an_orphan_saves_and_ends_by_itself(tmp_path: Path) -> None:
     process = start(tmp_path, "working")
     process.kill()
-    process.communicate(timeout=60)  # returns when the orphan, which holds the pipes too, has ended
+    process.communicate(timeout=120)  # returns when the orphan, which holds the pipes too, has ended
     assert (tmp_path / "saved").read_text() == "saved"

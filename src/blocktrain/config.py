@@ -48,7 +48,7 @@ class Config(BaseModel):
     """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
     compose: Literal["fuse", "pool", "euler"] = "fuse"
     """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
-    feature_dropout: float = Field(default=0.15, ge=0, lt=1)
+    feature_dropout: float = Field(default=0.05, ge=0, lt=1)
     """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
 
     sigma_min: float = Field(default=1.0, gt=0)
@@ -72,7 +72,7 @@ class Config(BaseModel):
 
     learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
     """Peak learning rate of the independent blocks."""
-    fusion_learning_rate: float = Field(default=2e-3, gt=0, le=1)
+    fusion_learning_rate: float = Field(default=1e-3, gt=0, le=1)
     """Peak learning rate of the fusion block."""
     reference_learning_rate: float = Field(default=2e-3, gt=0, le=1)
     """Peak learning rate of the end-to-end reference."""

@@ -26,7 +26,7 @@ from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_ten
 from blocktrain.processes import Channel, Job
 
 SCALES: dict[str, dict[str, Any]] = {
-    "standard": {"width": 128, "layers_per_block": 2, "blocks": 4, "context": 128, "batch": 16, "steps": 1200, "lookback": 1},
+    "standard": {"width": 128, "layers_per_block": 2, "blocks": 4, "context": 128, "batch": 16, "steps": 1200},
     "tiny": {"width": 32, "heads": 2, "layers_per_block": 1, "blocks": 4, "context": 32, "batch": 8, "steps": 60, "z_width": 32},
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384}
