@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blocktrain.bench.quality import is_published, version_beside
+from command import blocktrain
 
 NAMES = [
     "end_to_end",
@@ -32,14 +31,7 @@ NAMES = [
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "blocktrain.cli", "bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments],
-        env={**os.environ, "BLOCKTRAIN_CACHE": str(folder.parent / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    return blocktrain("bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments, cwd=folder.parent)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,20 +13,9 @@ from pathlib import Path
 import pytest
 
 from blocktrain import cli
+from command import blocktrain
 
 TINY = ["--blocks", "3", "--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "12"]
-
-
-def blocktrain(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "blocktrain.cli", *arguments],
-        cwd=cwd,
-        env={**os.environ, "BLOCKTRAIN_CACHE": str(cwd / "cache"), "HF_HUB_OFFLINE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")

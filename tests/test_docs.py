@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from command import blocktrain
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,15 +50,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(desk: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "blocktrain.cli", *arguments],
-        cwd=desk,
-        env={**os.environ, "BLOCKTRAIN_DATA": str(desk / "data"), "BLOCKTRAIN_CACHE": str(desk / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    return blocktrain(*arguments, cwd=desk, BLOCKTRAIN_DATA=str(desk / "data"))
 
 
 def unfinished(desk: Path) -> None:

@@ -48,6 +48,12 @@ def test_what_is_written_is_what_is_read(finished: Path) -> None:
     assert json.loads((finished / "model" / "config.json").read_text())["fingerprint"] == MODEL.config.fingerprint
 
 
+def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
+    for n in range(12):
+        publish(Run(tmp_path / str(n)), 1, MODEL.blocks[0])
+    assert len({Run(tmp_path / str(n)).weights(1).read_bytes() for n in range(12)}) == 1
+
+
 def flip_a_byte(folder: Path) -> None:
     path = folder / "model" / "block-1.safetensors"
     content = bytearray(path.read_bytes())

@@ -289,7 +289,7 @@ def _chart(axes: Axes, name: str, title: str, note: str) -> str:
     """The figure as inline SVG, the same bytes for the same content, with its words beside it."""
     buffer, figure = io.StringIO(), cast("Figure", axes.figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = re.sub(r'<g id="[^"]*"', "<g", buffer.getvalue())  # names like axes_1 would repeat on the page
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", buffer.getvalue())  # two charts may hold the same shapes
     for colour, variable in CSS.items():
         svg = svg.replace(colour, variable)
     svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(f"Chart: {title}. {note}")}"', 1)

@@ -91,7 +91,8 @@ def publish(run: Run, index: int, block: Block) -> None:
     target = run.weights(index)
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in block.state_dict().items()}
-    write_atomic(target, safetensors.torch.save(tensors, {"format": FORMAT, "block": str(index)}))
+    # One entry: safetensors writes several in random order, and equal weights must be equal files.
+    write_atomic(target, safetensors.torch.save(tensors, {"format": f"{FORMAT} {block_name(index)}"}))
 
 
 def load_block(run: Run, config: Config, index: int, device: torch.device) -> Block:
