@@ -15,7 +15,7 @@ from command import blocktrain
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TINY = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "4"]
-TINY_BENCH = {"quality": ["--steps", "6"], "memory": [], "step": ["--repeats", "3"]}
+TINY_BENCH = {"quality": ["--steps", "6", "--data", "my-notes.txt"], "memory": [], "step": ["--repeats", "3"]}
 
 
 def commands(page: Path) -> list[str]:
@@ -25,10 +25,11 @@ def commands(page: Path) -> list[str]:
 
 
 def shrunk(arguments: list[str]) -> list[str]:
-    """The same command on less."""
+    """The same command on less: fewer steps of a smaller model on shorter text."""
+    arguments = ["my-notes.txt" if a == "stdlib" else a for a in arguments]
     if arguments[0] == "train" and "--help" not in arguments and "--resume" not in arguments:
         kept = [a for i, a in enumerate(arguments) if a != "--steps" and arguments[i - 1] != "--steps"]
-        return [*kept, *TINY]
+        return [*kept, *TINY, *([] if "--data" in kept else ["--data", "my-notes.txt"])]
     if arguments[0] == "generate":
         return [*arguments, "--max-tokens", "8"]
     if arguments[0] == "bench":

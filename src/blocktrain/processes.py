@@ -157,7 +157,8 @@ def _main(job: Job, connection: Connection) -> None:
         job.work(channel, *job.arguments)
     except BlockTrainError as error:
         channel.send(error=str(error))
-    except MemoryError:
-        channel.send(error="out of memory; use a smaller --batch, --width or --context")
-    except Exception:
-        channel.send(error=traceback.format_exc())
+    except OSError as error:
+        channel.send(error=f"{error.strerror or error} ({error.filename or 'no file'}); what was saved before is kept")
+    except Exception as error:
+        short = isinstance(error, MemoryError) or "memory" in str(error)  # torch raises RuntimeError when it cannot allocate
+        channel.send(error="out of memory; use a smaller --batch, --width or --context" if short else traceback.format_exc())

@@ -16,6 +16,7 @@ import torch
 
 from blocktrain.bench.samples import judge_samples
 from blocktrain.config import Config
+from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes, Source
 from blocktrain.learning.evaluate import context_predictors, cross_entropies, euler_predictors, evaluate_alone, fit_pool_weights
@@ -130,7 +131,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             channel.send(step=step, steps=config.steps, loss=sum(losses) / len(losses))
         if channel.stopped:
             trainer.save(state)
-            return
+            raise Interrupted("told to stop; what it had is saved: call the bench again to continue")
     publish(run, index, trainer.block)
     state.unlink(missing_ok=True)
     seconds = round(time.monotonic() - began, 1)

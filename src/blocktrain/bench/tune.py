@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from blocktrain.config import Config
+from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import context_predictors, cross_entropies, evaluate_alone
@@ -54,9 +55,7 @@ def _path(folder: Path, kind: str, rate: float) -> Path:
 
 def _read_block(channel: Channel, folder: Path, config: Config, source: Source, index: int) -> None:
     if not Run(folder).weights(index).exists():
-        block = _train(channel, Trainer(config, index), source)
-        if not channel.stopped:
-            publish(Run(folder), index, block)
+        publish(Run(folder), index, _train(channel, Trainer(config, index), source))
 
 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
@@ -65,7 +64,7 @@ def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
         if step % 10 == 0:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
         if channel.stopped:
-            break
+            raise Interrupted("told to stop; finished trainings are kept: call the bench again to continue")
     return trainer.block
 
 
@@ -76,8 +75,6 @@ def _try(channel: Channel, folder: Path, base: Config, source: Source, kind: str
     config = base.replace(**{SETTINGS[kind]: rate})
     sources = [load_block(Run(folder), config, n, torch.device("cpu")) for n in range(1, base.independent + 1)] if kind == "fusion" else []
     block = _train(channel, Trainer(config, index, sources), source)
-    if channel.stopped:
-        return
     calibration = source.open().calibration
     if kind == "fusion":
         predict = context_predictors(Model(config, sources, block))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -151,8 +152,13 @@ def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) ->
 
 def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
     """Standard normal (count, width), row i a pure function of (seed, first + i)."""
-    rows = [np.random.Generator(np.random.Philox(key=[seed, first + i])).standard_normal(width) for i in range(count)]
+    rows = [_draws("noise", seed, first + i).standard_normal(width) for i in range(count)]
     return torch.from_numpy(np.stack(rows)).float()
+
+
+def _draws(purpose: Literal["noise", "sampling"], seed: int, position: int) -> np.random.Generator:
+    """Random numbers of one position, by counter; different purposes never share them."""
+    return np.random.Generator(np.random.Philox(key=[seed, position | (1 if purpose == "noise" else 2) << 60]))
 
 
 def window_start(known: int, context: int) -> int:
@@ -183,7 +189,7 @@ class Sampler:
             p = np.exp(logp[order] - logp.max())
             before = (np.cumsum(p) - p) / p.sum()
             logp[order[1:][before[1:] >= self.top_p]] = -np.inf  # the likeliest always stays
-        gumbel = np.random.Generator(np.random.Philox(key=[self.seed, position])).gumbel(size=VOCABULARY)
+        gumbel = _draws("sampling", self.seed, position).gumbel(size=VOCABULARY)
         return int((logp + gumbel).argmax())
 
 

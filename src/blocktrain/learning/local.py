@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from blocktrain.config import Config
+from blocktrain.errors import Interrupted
 from blocktrain.events import EventLog, read_events
 from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Corpus, Source
@@ -88,7 +89,7 @@ def train_one(channel: Channel, plan: Plan, index: int) -> None:
             said, losses = now, []
         if channel.stopped:
             trainer.save(state)
-            return
+            raise Interrupted("told to stop; what it had is saved: continue with --resume")
         if now - saved > CHECKPOINT_SECONDS:
             trainer.save(state)
             saved = now
@@ -125,7 +126,7 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
     config = plan.config
-    ce = evaluate(model, corpus.valid, seed=config.seed, progress=progress)
+    ce = evaluate(model, corpus.valid, seed=config.seed, draws=1, progress=progress)
     if plan.run.weights(REFERENCE).exists():
         reference = load_block(plan.run, config, REFERENCE, model.device)
         ce["reference"] = evaluate_alone(reference, corpus.valid, config.context)
