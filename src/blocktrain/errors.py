@@ -4,6 +4,11 @@ BlockTrainError            the message is one sentence that names the fix; `cli`
 ├── ConfigError            a setting, alone or together with another, makes no sense
 ├── CorpusError            the text to train on is missing, empty or too short
 ├── RunError               a run folder is missing, foreign, damaged, or cannot be written
+├── StorageFailed          a write was not made durable; fatal: acknowledge nothing, exit, recover at the next start
+├── Conflict               the stored state does not allow this change (fence, double, gap); nothing was changed
+├── Damaged                stored bytes are not those that their name or chain promises
+├── IdentityError          a key file is missing, damaged, readable by others, or cannot be written
+├── Refused                a coordinator's typed no, with a stable code (protocol/refusals.py)
 └── Interrupted            the user stopped the work; everything up to the last checkpoint is saved
 """
 
@@ -22,6 +27,22 @@ class CorpusError(BlockTrainError):
 
 class RunError(BlockTrainError):
     """A run folder is missing, foreign, damaged, or cannot be written."""
+
+
+class StorageFailed(BlockTrainError):
+    """A write was not made durable. Fatal: acknowledge nothing, exit, recover at the next start."""
+
+
+class Conflict(BlockTrainError):
+    """The stored state does not allow this change (fence, double, gap); nothing was changed."""
+
+
+class Damaged(BlockTrainError):
+    """Stored bytes are not those that their name or chain promises."""
+
+
+class IdentityError(BlockTrainError):
+    """A key file is missing, damaged, readable by others, or cannot be written."""
 
 
 class Interrupted(BlockTrainError):

@@ -1,0 +1,1 @@
+"""Rounds by deadline, merging, durable storage: what turns the updates of many machines into versions of one model."""

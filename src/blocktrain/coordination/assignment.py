@@ -1,0 +1,161 @@
+"""Which block the next free worker gets, and how many steps: pure decisions, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import floor, inf
+
+from blocktrain.coordination.rounds import finished, is_alive, round_length, spent
+from blocktrain.coordination.state import Assignment, BlockState, Grant, Lease, Options, RunState, Stop, Wait, WorkerState
+
+
+def assign(now: float, state: RunState, options: Options, worker: str) -> Assignment:
+    """The next task of a worker that trains nothing now, or why it gets none."""
+    known = state.workers.get(worker)
+    if known is None:
+        return Stop("this worker has not joined this run: join first")
+    if known.kicked:
+        return Stop("this worker was removed from the run by its operator")
+    if reason := finished(state, options):
+        return Stop(reason)
+    if state.stopping:
+        return Stop("the run is stopping: no more tasks")
+    mine = sorted((x for x in state.leases.values() if x.worker == worker and not x.expired), key=lambda x: x.task)
+    for lease in mine:
+        block = state.blocks[lease.block]
+        if not lease.trained and lease.base == block.version and now + lease.expected <= lease.expires:
+            again = f"task {lease.task} is already yours: it continues"
+            return Grant(lease, now + round_length(block, options), round_length(block, options), True, again)
+    uploading = sum(lease.trained for lease in mine)
+    if uploading > options.max_uploading:
+        return Wait(min(1.0, options.poll), f"{uploading} of your updates are not submitted yet: upload first")
+    index, reason = choose_block(now, state, options, known)
+    if index is None:
+        return Wait(options.poll, reason)
+    return _grant(now, state, options, known, (index, reason))
+
+
+def choose_block(now: float, state: RunState, options: Options, worker: WorkerState) -> tuple[int | None, str]:
+    """The worker's own block; it moves only when that is done, or when a block without workers has fallen far behind."""
+    staffed = {index: _others(now, state, options, worker, index) for index in state.blocks}
+    free = [index for index in sorted(state.blocks) if spent(state, options, index) < 1 and fusion_open(state, options, index)]
+    if options.exclusive:
+        free = [index for index in free if not staffed[index]]
+    if not free:
+        return None, "every block that can be trained now has its worker"
+
+    def behind(index: int) -> tuple[int, int, float, int]:
+        block = state.blocks[index]
+        return block.version, staffed[index], -inf if block.loss is None else -block.loss, index
+
+    own = worker.block
+    if own not in free:
+        index = min(free, key=behind)
+        return index, f"block {index} is furthest behind: version {state.blocks[index].version}, {staffed[index]} workers"
+    lag = inf if options.max_lag is None else state.blocks[own].version - options.max_lag
+    alone = [i for i in free if not staffed[i] and i != own and options.max_lag is not None and state.blocks[i].version < lag]
+    crowded = staffed[own] > 0 or not any(count > 1 for index, count in staffed.items() if index != own)
+    if alone and crowded:
+        index = min(alone, key=behind)
+        gap = state.blocks[own].version - state.blocks[index].version
+        return index, f"block {index} has no workers and is {gap} versions behind block {own}"
+    return own, f"block {own} is this worker's block"
+
+
+def _others(now: float, state: RunState, options: Options, worker: WorkerState, index: int) -> int:
+    return sum(w.block == index and w.id != worker.id and is_alive(now, state, options, w.id) for w in state.workers.values())
+
+
+def fusion_open(state: RunState, options: Options, index: int) -> bool:
+    """Whether the others are far enough for the fusion block to begin; without a budget: as soon as each has a version."""
+    if not state.blocks[index].fusion:
+        return True
+    others = [i for i, block in state.blocks.items() if not block.fusion]
+    if not (options.budget_rounds or options.budget_steps or options.budget_tokens):
+        return all(state.blocks[i].version > 0 for i in others)
+    return all(spent(state, options, i) >= options.fusion_start for i in others)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Steps of a task and the seconds it should take; no steps: it could not be finished in time."""
+
+    steps: int
+    seconds: float
+    reason: str
+    least: int = 1  # fewer are not worth a task
+
+
+def size_task(left: float, options: Options, block: BlockState, worker: WorkerState) -> Size:
+    """As many steps as this worker can finish in the wanted time and before the deadline, `left` seconds away."""
+    most = options.max_steps if options.budget_steps is None else min(options.max_steps, max(1, options.budget_steps - block.steps))
+    if options.fixed_steps is not None:
+        most = min(most, options.fixed_steps)
+    least = most if options.fixed_steps is not None else min(options.min_steps, most)
+    if worker.seconds_per_step is None:
+        steps = most if options.fixed_steps is not None else min(options.first_steps, most)
+        return Size(steps, left * options.safety, f"{steps} steps: the first task of a worker of unknown speed")
+    step = max(worker.seconds_per_step * block.cost, 1e-9)
+    if options.exclusive:
+        return Size(most, worker.overhead + most * step, f"{most} steps: fixed")
+    affordable = left * options.safety - worker.overhead
+    fitting = min(most, floor(min(affordable, options.task_seconds - worker.overhead) / step))
+    if fitting < least <= floor(affordable / step):
+        fitting = least  # more than the wanted time, but before the deadline
+    needed = worker.overhead + max(fitting, least) * step
+    if fitting >= least:
+        return Size(fitting, needed, f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s")
+    return Size(0, needed, f"even {least} steps need {needed:.1f} s and {left:.1f} s are left", least)
+
+
+def _grant(now: float, state: RunState, options: Options, worker: WorkerState, chosen: tuple[int, str]) -> Assignment:
+    index, why = chosen
+    block = state.blocks[index]
+    length = round_length(block, options)
+    running = block.round.deadline is not None
+    deadline = block.round.deadline if block.round.deadline is not None else now + length
+    size = size_task(deadline - now, options, block, worker)
+    if size.steps == 0:
+        whole = size_task(length, options, block, worker)
+        if whole.steps:
+            return Wait(min(options.poll, max(deadline - now, 0.1)), f"{size.reason}; the next round of block {index} has time for you")
+        least = size.least
+        if not running and not _others(now, state, options, worker, index):
+            length = min(size.seconds / options.safety, options.longest_deadline)
+            deadline = now + length
+            size = replace(size, steps=least, reason=f"{least} steps; the deadline is {length:.1f} s for its only worker")
+        elif size.seconds <= deadline - now + options.max_staleness * length:
+            size = replace(size, steps=least, reason=f"{least} steps; they will be late and count with a staleness weight")
+        else:
+            return Wait(
+                options.poll, f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds"
+            )
+    again = next((x for x in sorted(state.leases.values(), key=lambda x: x.task) if _takeable(now, state, options, x, worker, index)), None)
+    lease = Lease(
+        task=again.task if again else state.next_task,
+        number=again.number if again else block.next_number,
+        block=index,
+        base=block.version,
+        fence=again.fence + 1 if again else 1,
+        worker=worker.id,
+        steps=size.steps,
+        start_step=block.steps,
+        granted=now,
+        expires=now + options.lease if options.lease is not None else max(deadline, now + 2 * size.seconds),
+        expected=size.seconds,
+    )
+    redo = f"; again, after the lease of {again.worker} ran out" if again else ""
+    return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
+
+
+def _takeable(now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState, index: int) -> bool:
+    """An expired task of the current version; not one that is being uploaded by a living worker, as it may still arrive."""
+    block = state.blocks[index]
+    if lease.block != index or lease.base != block.version:
+        return False
+    if lease.worker == worker.id and not lease.trained:
+        return True  # its worker came back without it, or has too little time left for it
+    alive = is_alive(now, state, options, lease.worker)
+    if options.exclusive and not alive:
+        return True  # its lease is long, and a second task beside it would split the block's only line of versions
+    return lease.expired and not (lease.trained and alive)

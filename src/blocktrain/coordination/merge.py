@@ -1,0 +1,257 @@
+"""Many updates of one block in, its next version out: pure numpy, the same bytes for the same inputs in any order.
+
+What is averaged are *proposals*: the weights that each worker proposes, not its deltas. `base + (new - base)` is not
+`new` in float32, nor always in float64 (1 + (1e-30 - 1) is 0). So a worker that does not compress ships its new weights
+(`absolute`), and where these start from the current version they are the proposal as they are: one replica with plain averaging
+gives the worker's bytes. Compressed deltas, and absolute weights that are late, become proposals in float64: current + delta.
+
+Order: `checks` on each update (finite and shape, norm clip; the canary gate comes here), `combine` (weighted mean; from five
+replicas on a robust mean may stand here), the outer step, then `guards` on the result (worse than its parent comes here).
+Only elementwise float64 arithmetic and numpy's pairwise sum are used: no BLAS, whose order of summation depends on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.generic]
+Wide = NDArray[np.float64]
+State = Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How updates are merged. The default is plain averaging, as in the paper."""
+
+    outer: str = "average"  # or nesterov
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.9
+    clip: float | None = 3.0  # longest norm of a delta, in running medians; None: as it comes
+    clip_after: int = 5  # norms that must be known before any is clipped
+    kept_norms: int = 32  # norms that the running median is taken from
+
+    def __post_init__(self) -> None:
+        if self.outer not in ("average", "nesterov"):
+            raise ValueError(f"outer={self.outer!r} is neither average nor nesterov")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update as it came out of the codec."""
+
+    id: str
+    values: State  # new weights if absolute, else a delta
+    tokens: int
+    weight: float = 1.0  # of staleness
+    absolute: bool = False
+    base: State | None = None  # what late absolute weights started from; None: the current version
+
+
+@dataclass(frozen=True)
+class Before:
+    """What all updates of a merge are held against."""
+
+    current: State
+    options: MergeOptions = field(default_factory=MergeOptions)
+    momentum: State | None = None  # of the outer step: part of the version's state
+    norms: Sequence[float] = ()  # of the block's last used updates, oldest first
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An update on its way through the checks."""
+
+    update: Update
+    norm: float = 0.0  # of its delta, before the clip
+    scale: float = 1.0  # by the clip
+    share: float = 0.0  # in the mean
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An update that did not pass a check."""
+
+    id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The next version, or none with the reason why; `used` and `refused` together name every update."""
+
+    state: dict[str, Array] | None
+    momentum: dict[str, Array] | None
+    used: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+    norms: tuple[float, ...]  # to be handed to the next merge
+    reason: str
+
+
+Check = Callable[[Before, Candidate], Candidate | Refusal]
+Combine = Callable[[Before, Sequence[Candidate], str], Wide]
+Guard = Callable[[Before, State, Sequence[Candidate]], str | None]
+
+
+def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
+    """Names, shapes and number types are those of the block."""
+    update = candidate.update
+    for kind, values in (("values", update.values), ("base", update.base)):
+        if values is None:
+            continue
+        if set(values) != set(before.current):
+            odd = sorted(set(values) ^ set(before.current))[0]
+            return Refusal(update.id, "wrong_shape", f"{kind}: the tensor {odd!r} is missing or unknown")
+        for name, expected in before.current.items():
+            found = values[name]
+            if found.shape != expected.shape:
+                return Refusal(update.id, "wrong_shape", f"{kind}: {name} has shape {found.shape}, the block has {expected.shape}")
+            if (update.absolute and found.dtype != expected.dtype) or found.dtype.kind != expected.dtype.kind:
+                return Refusal(update.id, "wrong_shape", f"{kind}: {name} is {found.dtype}, the block is {expected.dtype}")
+    if update.tokens < 1 or not 0 < update.weight <= 1:
+        return Refusal(update.id, "wrong_weight", f"{update.tokens} tokens with weight {update.weight} cannot be counted")
+    return candidate
+
+
+def check_finite(before: Before, candidate: Candidate) -> Candidate | Refusal:
+    """No NaN and no infinity."""
+    for name in sorted(candidate.update.values):
+        if not np.isfinite(candidate.update.values[name]).all():
+            return Refusal(candidate.update.id, "not_finite", f"{name} holds numbers that are not finite")
+    return candidate
+
+
+def clip_norm(before: Before, candidate: Candidate) -> Candidate | Refusal:
+    """A delta much longer than the block's usual ones is shortened; its weight stays."""
+    squares = []
+    for name in sorted(before.current):
+        if _is_float(before.current[name]):
+            with np.errstate(over="ignore"):
+                squares.append(float(np.sum(np.square(_delta(before, candidate.update, name)))))
+    norm = math.sqrt(math.fsum(squares)) if all(math.isfinite(s) for s in squares) else math.inf
+    if norm == math.inf:
+        return Refusal(candidate.update.id, "not_finite", "the length of the update is not finite")
+    o = before.options
+    known = before.norms[-o.kept_norms :]
+    limit = math.inf if o.clip is None or len(known) < o.clip_after else o.clip * median(known)
+    return replace(candidate, norm=norm, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
+
+
+def weighted_mean(before: Before, candidates: Sequence[Candidate], name: str) -> Wide:
+    """Of one tensor, by share; with a single candidate its share is exactly 1 and the mean is the proposal."""
+    first, *others = candidates
+    mean: Wide = first.share * proposal(before, first, name)  # not 0 + ...: that would lose the sign of -0.0
+    for candidate in others:
+        mean = mean + candidate.share * proposal(before, candidate, name)
+    return mean
+
+
+def guard_finite(before: Before, state: State, used: Sequence[Candidate]) -> str | None:
+    """Finite updates can still add up to an overflow."""
+    bad = [name for name in sorted(state) if not np.isfinite(state[name]).all()]
+    return f"{bad[0]} would not be finite" if bad else None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The merge as an ordered list: what is done before, how it is combined, what is asked after."""
+
+    checks: tuple[Check, ...] = (check_shape, check_finite, clip_norm)
+    combine: Combine = weighted_mean
+    guards: tuple[Guard, ...] = (guard_finite,)
+
+
+def merge(before: Before, updates: Sequence[Update], steps: Steps | None = None) -> Merged:
+    """The next version of a block from all updates of its round."""
+    steps = steps or Steps()
+    ordered = sorted(updates, key=lambda u: u.id)
+    if len({u.id for u in ordered}) != len(ordered):
+        raise ValueError("the same update twice in one merge")
+    passed, refused = _checked(before, ordered, steps.checks)
+    used = _shares(passed)
+    if not used:
+        return Merged(None, None, (), refused, tuple(before.norms), f"no update is left: {len(refused)} refused")
+    state, momentum = _outer_step(before, used, steps.combine)
+    for guard in steps.guards:
+        if (problem := guard(before, state, used)) is not None:
+            named = ", ".join(c.update.id for c in used)
+            return Merged(None, None, used, refused, tuple(before.norms), f"not published: {problem}; merged were {named}")
+    # Norms count as clipped: otherwise long updates would slowly lift the limit.
+    norms = (*before.norms, *(c.norm * c.scale for c in used))[-before.options.kept_norms :]
+    clipped = sum(c.scale < 1 for c in used)
+    return Merged(state, momentum, used, refused, norms, f"{len(used)} updates merged, {clipped} of them clipped, {len(refused)} refused")
+
+
+def _checked(before: Before, updates: Sequence[Update], checks: Sequence[Check]) -> tuple[list[Candidate], tuple[Refusal, ...]]:
+    passed: list[Candidate] = []
+    refused: list[Refusal] = []
+    for update in updates:
+        candidate: Candidate | Refusal = Candidate(update)
+        for check in checks:
+            if isinstance(candidate, Candidate):
+                candidate = check(before, candidate)
+        if isinstance(candidate, Candidate):
+            passed.append(candidate)
+        else:
+            refused.append(candidate)
+    return passed, tuple(refused)
+
+
+def _shares(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """By tokens times staleness weight."""
+    total = math.fsum(c.update.tokens * c.update.weight for c in candidates)
+    return tuple(replace(c, share=c.update.tokens * c.update.weight / total) for c in candidates)
+
+
+def proposal(before: Before, candidate: Candidate, name: str) -> Wide:
+    """The weights that an update proposes for one tensor, in float64."""
+    update = candidate.update
+    if update.absolute and update.base is None and candidate.scale == 1.0:
+        return _wide(update.values[name])
+    return _wide(before.current[name]) + candidate.scale * _delta(before, update, name)
+
+
+def _delta(before: Before, update: Update, name: str) -> Wide:
+    if not update.absolute:
+        return _wide(update.values[name])
+    return _wide(update.values[name]) - _wide((before.current if update.base is None else update.base)[name])
+
+
+def _outer_step(before: Before, used: Sequence[Candidate], combine: Combine) -> tuple[dict[str, Array], dict[str, Array] | None]:
+    o = before.options
+    state: dict[str, Array] = {}
+    momentum: dict[str, Array] = {}
+    for name in sorted(before.current):
+        current = before.current[name]
+        if not _is_float(current):
+            state[name] = current.copy()  # counters and tables are not learned
+            continue
+        mean = combine(before, used, name)
+        if o.outer == "average":
+            state[name] = _narrow(mean, current)
+            continue
+        gradient = _wide(current) - mean
+        held = _wide(before.momentum[name]) if before.momentum is not None else np.zeros(current.shape, np.float64)
+        buffer = o.outer_momentum * held + gradient
+        state[name] = _narrow(_wide(current) - o.outer_learning_rate * (gradient + o.outer_momentum * buffer), current)
+        momentum[name] = _narrow(buffer, current)
+    return state, (momentum if o.outer == "nesterov" else None)
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.kind == "f"
+
+
+def _wide(array: Array) -> Wide:
+    return array.astype(np.float64, order="C")  # one layout: the order of a sum follows it
+
+
+def _narrow(array: Wide, like: Array) -> Array:
+    with np.errstate(over="ignore"):  # the finite guard speaks about it
+        return np.asarray(array).astype(like.dtype)

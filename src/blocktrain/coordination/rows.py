@@ -1,0 +1,260 @@
+"""Records to rows and back, inside a transaction that `store` has opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.engine import Connection, Row
+
+from blocktrain.coordination import tables
+from blocktrain.coordination.ledger import Entry, Note, link
+from blocktrain.coordination.records import Answer, Changes, UpdateRecord, VersionRecord, WorkerRecord
+from blocktrain.coordination.state import KEPT_TIMES, Arrived, BlockState, Lease, RoundState, RunState, WorkerState, remaining, until
+from blocktrain.errors import Conflict
+
+
+def entry(row: Row[Any]) -> Entry:
+    """A row of the ledger."""
+    return Entry(row.seq, row.kind, row.body, row.previous, row.hash)
+
+
+def head(db: Connection) -> Entry | None:
+    """The newest entry."""
+    row = db.execute(sa.select(tables.ledger).order_by(tables.ledger.c.seq.desc()).limit(1)).one_or_none()
+    return entry(row) if row else None
+
+
+def append(db: Connection, note: Note) -> Entry:
+    """Link a note to the head of the ledger."""
+    new = link(head(db), note)
+    db.execute(tables.ledger.insert().values(**asdict(new)))
+    return new
+
+
+def write_changes(db: Connection, now: float, changes: Changes) -> tuple[Entry, ...]:
+    """Everything that accompanies a transaction."""
+    for lease in changes.leases:
+        _write_lease(db, now, lease)
+    for task in changes.lost:
+        db.execute(tables.tasks.update().where(tables.tasks.c.task == task, tables.tasks.c.status != "done").values(status="lost"))
+    for name, reason in changes.dropped.items():
+        _drop(db, name, reason)
+    for block, (version, current) in changes.rounds.items():
+        _upsert(db, tables.rounds, {"block": block}, _round_row(now, version, current))
+    for worker in changes.workers:
+        _upsert(db, tables.workers, {"id": worker.state.id}, _worker_row(worker))
+    for t in changes.traffic:
+        c = tables.counters.c
+        values = {"block": t.block, "worker": t.worker, "bytes_in": t.bytes_in, "bytes_out": t.bytes_out}
+        added = {"bytes_in": c.bytes_in + t.bytes_in, "bytes_out": c.bytes_out + t.bytes_out}
+        db.execute(insert(tables.counters).values(**values).on_conflict_do_update(index_elements=["block", "worker"], set_=added))
+    for name, nonce, stamp in changes.nonces:
+        db.execute(tables.nonces.insert().values(worker=name, nonce=nonce, stamp=stamp))
+    return tuple(append(db, note) for note in changes.notes)
+
+
+def _upsert(db: Connection, table: sa.Table, key: dict[str, Any], values: dict[str, Any]) -> None:
+    db.execute(insert(table).values(**key, **values).on_conflict_do_update(index_elements=list(key), set_=values))
+
+
+def _write_lease(db: Connection, now: float, lease: Lease) -> None:
+    """A fence never goes down, and belongs to one worker; a finished task stays finished."""
+    stored = db.execute(sa.select(tables.tasks).where(tables.tasks.c.task == lease.task)).one_or_none()
+    if stored is not None:
+        if stored.status in ("done", "lost"):
+            raise Conflict(f"task {lease.task} is over")
+        if lease.fence < stored.fence or (lease.fence == stored.fence and lease.worker != stored.worker):
+            raise Conflict(f"task {lease.task} has the fence {stored.fence} of {stored.worker}, not {lease.fence} of {lease.worker}")
+    values = {
+        "number": lease.number,
+        "block": lease.block,
+        "base": lease.base,
+        "fence": lease.fence,
+        "worker": lease.worker,
+        "steps": lease.steps,
+        "start_step": lease.start_step,
+        "age": now - lease.granted,
+        "remaining": remaining(now, lease.expires),
+        "expected": lease.expected,
+        "trained": int(lease.trained),
+        "status": "expired" if lease.expired else "open",
+    }
+    _upsert(db, tables.tasks, {"task": lease.task}, values)
+
+
+def _round_row(now: float, version: int, current: RoundState) -> dict[str, Any]:
+    return {
+        "version": version,
+        "attempt": current.attempt,
+        "length": current.length,
+        "remaining": remaining(now, current.deadline),
+        "extended": int(current.extended),
+        "grace_remaining": remaining(now, current.grace_until),
+    }
+
+
+def _worker_row(worker: WorkerRecord) -> dict[str, Any]:
+    s = worker.state
+    return {
+        "key": worker.key,
+        "name": worker.name,
+        "block": s.block,
+        "seconds_per_step": s.seconds_per_step,
+        "overhead": s.overhead,
+        "kicked": int(s.kicked),
+    }
+
+
+def finish_task(db: Connection, update: UpdateRecord) -> None:
+    """The fence is checked where it counts: in the transaction that accepts."""
+    t = tables.tasks.c
+    mine = (t.task == update.task, t.fence == update.fence, t.worker == update.worker, t.block == update.block, t.base == update.base)
+    done = db.execute(tables.tasks.update().where(*mine, t.status.in_(("open", "expired"))).values(status="done"))
+    if done.rowcount != 1:
+        raise Conflict(f"task {update.task} is not out with fence {update.fence} for {update.worker}: ask for a new task")
+
+
+def update_row(update: UpdateRecord) -> dict[str, Any]:
+    """Columns of an update."""
+    return {**asdict(update), "id": update.id, "accepted": int(update.accepted)}
+
+
+def update_body(update: UpdateRecord) -> dict[str, Any]:
+    """An update as the ledger tells it."""
+    return {**asdict(update), "id": update.id}
+
+
+def _update(row: Row[Any]) -> UpdateRecord:
+    fields = {name: getattr(row, name) for name in UpdateRecord.__dataclass_fields__}
+    return UpdateRecord(**{**fields, "accepted": bool(row.accepted)})
+
+
+def read_answer(db: Connection, task: int, payload: str) -> Answer | None:
+    """The stored answer to a key."""
+    joined = tables.updates.join(tables.receipts, tables.receipts.c.update == tables.updates.c.id)
+    query = sa.select(tables.updates, tables.receipts.c.content).select_from(joined)
+    row = db.execute(query.where(tables.updates.c.task == task, tables.updates.c.payload == payload)).one_or_none()
+    return Answer(_update(row), row.content, repeated=True) if row else None
+
+
+def read_pending(db: Connection, block: int) -> list[UpdateRecord]:
+    """Accepted updates of a block that no version has taken up."""
+    u = tables.updates.c
+    where = (u.block == block, u.accepted == 1, u.applied.is_(None), u.dropped.is_(None))
+    return [_update(row) for row in db.execute(sa.select(tables.updates).where(*where).order_by(u.id))]
+
+
+def settle_updates(db: Connection, version: VersionRecord, applied: Sequence[str], dropped: Mapping[str, str]) -> None:
+    """Every pending update of the block becomes part of the version or is dropped with a reason; none twice, none forgotten."""
+    named = [*applied, *dropped]
+    waiting = {u.id for u in read_pending(db, version.block)}
+    if len(set(named)) != len(named) or set(named) != waiting:
+        raise Conflict(f"version {version.version} of block {version.block} must settle exactly the updates that wait for it")
+    u = tables.updates
+    for name in applied:
+        db.execute(u.update().where(u.c.id == name).values(applied=version.version))
+    for name, reason in dropped.items():
+        db.execute(u.update().where(u.c.id == name).values(dropped=reason))
+
+
+def _drop(db: Connection, name: str, reason: str) -> None:
+    u = tables.updates.c
+    waiting = (u.id == name, u.accepted == 1, u.applied.is_(None), u.dropped.is_(None))
+    if db.execute(tables.updates.update().where(*waiting).values(dropped=reason)).rowcount != 1:
+        raise Conflict(f"the update {name} does not wait for a merge and cannot be dropped")
+
+
+def version_row(version: VersionRecord) -> dict[str, Any]:
+    """Columns of a version."""
+    return {**asdict(version), "norms": json.dumps(version.norms)}
+
+
+def version_body(version: VersionRecord) -> dict[str, Any]:
+    """A version as the ledger tells it."""
+    return {**asdict(version), "norms": list(version.norms)}
+
+
+def read_version(db: Connection, block: int, version: int | None) -> VersionRecord | None:
+    """One version, or the newest."""
+    v = tables.versions.c
+    query = sa.select(tables.versions).where(v.block == block)
+    query = query.order_by(v.version.desc()).limit(1) if version is None else query.where(v.version == version)
+    row = db.execute(query).one_or_none()
+    if row is None:
+        return None
+    fields = {name: getattr(row, name) for name in VersionRecord.__dataclass_fields__}
+    return VersionRecord(**{**fields, "norms": tuple(json.loads(row.norms))})
+
+
+def read_workers(db: Connection, now: float) -> list[WorkerRecord]:
+    """All workers; each is taken to have been seen just now, so that a restart loses nobody."""
+    found = []
+    for row in db.execute(sa.select(tables.workers).order_by(tables.workers.c.id)):
+        state = WorkerState(row.id, row.block, now, row.seconds_per_step, row.overhead, bool(row.kicked))
+        found.append(WorkerRecord(state, row.key, row.name))
+    return found
+
+
+def read_state(db: Connection, now: float, fusion: int | None) -> RunState:
+    """Everything that `rounds` needs to go on."""
+    t = tables.tasks.c
+    numbers = {row[0]: row[1] for row in db.execute(sa.select(t.block, sa.func.max(t.number)).group_by(t.block))}
+    newest = db.execute(sa.select(tables.versions.c.block).distinct().order_by(tables.versions.c.block)).scalars()
+    blocks = {}
+    for index in list(newest):
+        version = read_version(db, index, None)
+        if version is not None:
+            block = _read_block(db, now, version)
+            blocks[index] = replace(block, fusion=index == fusion, next_number=numbers.get(index, -1) + 1)
+    leases = [_lease(row, now) for row in db.execute(sa.select(tables.tasks).where(t.status.in_(("open", "expired"))))]
+    last = db.execute(sa.select(sa.func.max(t.task))).scalar_one() or 0
+    return RunState(
+        blocks=blocks,
+        leases={lease.task: lease for lease in leases},
+        workers={w.state.id: w.state for w in read_workers(db, now)},
+        next_task=last + 1,
+    )
+
+
+def _read_block(db: Connection, now: float, version: VersionRecord) -> BlockState:
+    u = tables.updates.c
+    timed = (u.block == version.block, u.accepted == 1, u.seconds.is_not(None))
+    times = list(db.execute(sa.select(u.seconds).where(*timed).order_by(u.entry.desc()).limit(KEPT_TIMES)).scalars())
+    row = db.execute(sa.select(tables.rounds).where(tables.rounds.c.block == version.block)).one_or_none()
+    current = RoundState()
+    if row is not None and row.version == version.version:
+        grace = until(now, row.grace_remaining)
+        current = RoundState(until(now, row.remaining), row.length, bool(row.extended), grace, row.attempt)
+    pending = read_pending(db, version.block)
+    waiting = tuple(Arrived(x.id, x.worker, x.tokens, x.steps, x.staleness, x.weight) for x in pending)
+    return BlockState(
+        version=version.version,
+        steps=version.steps,
+        tokens=version.tokens,
+        loss=version.loss,
+        task_seconds=tuple(reversed(times)),
+        round=replace(current, updates=waiting),
+    )
+
+
+def _lease(row: Row[Any], now: float) -> Lease:
+    return Lease(
+        task=row.task,
+        number=row.number,
+        block=row.block,
+        base=row.base,
+        fence=row.fence,
+        worker=row.worker,
+        steps=row.steps,
+        start_step=row.start_step,
+        granted=now - row.age,
+        expires=now + row.remaining,
+        expected=row.expected,
+        trained=bool(row.trained),
+        expired=row.status == "expired",
+    )

@@ -1,0 +1,1 @@
+"""What travels between machines: messages, bytes, signatures, chunks. Knows neither HTTP nor torch."""

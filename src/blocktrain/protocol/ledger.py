@@ -1,0 +1,184 @@
+"""The public record as it travels: entries that name the hash of the one before, the facts in them, and a check of the chain.
+
+With the blobs it is all that a replay needs. Facts are typed here so that a coordinator cannot forget what an audit asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from blocktrain.errors import Damaged
+from blocktrain.protocol.identity import canonical, canonical_json
+from blocktrain.protocol.messages import (
+    MAX_BLOCKS,
+    Blob,
+    BlockIndex,
+    BlockVersion,
+    Corpus,
+    Count,
+    Lineage,
+    Message,
+    Name,
+    Number,
+    Order,
+    PublicKey,
+    RunId,
+    Seconds,
+    Sentence,
+    Settings,
+    Sha256,
+    Submission,
+    WorkerId,
+)
+
+BEGINNING = "0" * 64  # `previous` of the first entry
+MAX_BODY = 1 << 20
+
+Kind = Literal["run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"]
+
+
+class LedgerEntry(Message):
+    """One line of the ledger. The body stays text, so that nobody has to write its numbers again to check the hash."""
+
+    seq: Number
+    """From 1."""
+    kind: Kind
+    body: Annotated[str, Field(max_length=MAX_BODY)]
+    """Canonical JSON of an object; it has at least the fields of the facts of its kind."""
+    previous: Sha256
+    hash: Sha256
+
+
+class LedgerPage(Message):
+    """GET /v1/ledger?after=N: the entries that follow number N, and how many there are in all."""
+
+    entries: Annotated[tuple[LedgerEntry, ...], Field(max_length=1000)]
+    total: Count
+
+
+class RunFacts(Message):
+    """run, the first entry: the settings and version 0 of every block."""
+
+    protocol: Count
+    run: RunId
+    coordinator: PublicKey
+    config: Settings
+    fingerprint: Sha256
+    corpus: Corpus
+    blocks: Annotated[tuple[BlockVersion, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
+
+
+class StartFacts(Message):
+    """start: a coordinator process took over the folder."""
+
+    epoch: Number
+
+
+class JoinFacts(Message):
+    """join: a worker came for the first time."""
+
+    worker: WorkerId
+    public_key: PublicKey
+    name: Name
+    device: Name
+
+
+class LeaseFacts(Message):
+    """lease: a task was given to a worker."""
+
+    worker: WorkerId
+    fence: Number
+    order: Order
+
+
+class ExpireFacts(Message):
+    """expire: a lease ended without an update."""
+
+    worker: WorkerId
+    task: Number
+    fence: Number
+    reason: Sentence
+
+
+class UpdateFacts(Message):
+    """update: a submission with its signature, and the order that it answers. The receipt carries the hash of this entry."""
+
+    submission: Submission
+    order: Order
+
+
+class Part(Message):
+    """One update's part in a version."""
+
+    update: Sha256
+    share: Annotated[float, Field(gt=0, le=1)]
+    """Of the mean; all shares add up to 1."""
+    scale: Annotated[float, Field(ge=0, le=1)]
+    """By which the norm clip shortened the delta; 1 is unchanged."""
+
+
+class VersionFacts(Message):
+    """version: how a version was made of its parent and these updates, in this order."""
+
+    block: BlockIndex
+    version: Count
+    parent: Sha256 | None
+    weights: Blob
+    momentum: Blob | None
+    """The outer step's memory after this version."""
+    parts: Annotated[tuple[Part, ...], Field(max_length=4096)]
+    outer: Literal["average", "nesterov"]
+    outer_learning_rate: Annotated[float, Field(ge=0, le=100)]
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)]
+    reason: Sentence
+
+
+class RoundFacts(Message):
+    """round: it was extended, or closed without a version."""
+
+    block: BlockIndex
+    version: Count
+    event: Literal["extended", "empty"]
+    seconds: Seconds
+    """The new time to the deadline."""
+    reason: Sentence
+
+
+class KickFacts(Message):
+    """kick: the operator removed a worker."""
+
+    worker: WorkerId
+    reason: Sentence
+
+
+class FinishFacts(Message):
+    """finish: the run ended."""
+
+    reason: Sentence
+
+
+def entry_hash(seq: int, kind: str, body: str, previous: str) -> str:
+    """sha256 of the canonical JSON list [seq, kind, previous, body], the body being a string in it."""
+    return hashlib.sha256(canonical_json([seq, kind, previous, body]).encode()).hexdigest()
+
+
+def require_chain(entries: Iterable[LedgerEntry], last: LedgerEntry | None = None) -> LedgerEntry | None:
+    """Refuse entries that are missing, repeated, reordered or changed; gives the last one, to go on from."""
+    for entry in entries:
+        seq, previous = (1, BEGINNING) if last is None else (last.seq + 1, last.hash)
+        if (entry.seq, entry.previous) != (seq, previous) or entry.hash != entry_hash(seq, entry.kind, entry.body, previous):
+            raise Damaged(f"the ledger is broken at entry {seq}: it was changed or lost; restore a backup")
+        last = entry
+    return last
+
+
+def lineage(parent: str | None, order: Order, continued: Lineage) -> str:
+    """Names an optimizer state by what it went through: sha256 of the parent's name, a line feed, and the order as it was carried out."""
+    if (parent is None) != (continued.optimizer is None):
+        raise ValueError("a state with a parent continues a task, a fresh one does not")
+    carried_out = Order(**{name: getattr(order, name) for name in Order.model_fields}).model_copy(update={"continues": continued})
+    return hashlib.sha256((parent or "").encode() + b"\n" + canonical(carried_out)).hexdigest()

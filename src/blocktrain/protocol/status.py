@@ -1,0 +1,104 @@
+"""What `GET /v1/status` tells: blocks, rounds, workers, and every byte in and out. For people and pages; nothing is decided by it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from blocktrain.protocol.messages import (
+    MAX_BLOCKS,
+    Blob,
+    BlockIndex,
+    Count,
+    Loss,
+    Message,
+    Name,
+    Number,
+    RunId,
+    Seconds,
+    Sentence,
+    Sha256,
+    Speed,
+    WorkerId,
+)
+from blocktrain.protocol.refusals import Code
+
+
+class Traffic(Message):
+    """Body bytes as counted by the coordinator."""
+
+    bytes_in: Count = 0
+    bytes_out: Count = 0
+
+
+class RoundStatus(Message):
+    """The open round of a block."""
+
+    version: Count
+    """The round leads from this version to the next."""
+    updates: Count
+    leased: Count
+    target: Count
+    minimum: Count
+    extensions: Count
+    open_seconds: Seconds
+    deadline_seconds: Seconds
+    reason: Sentence
+    """Why it is still open."""
+
+
+class BlockStatus(Traffic):
+    """One block."""
+
+    block: BlockIndex
+    version: Count
+    weights: Blob
+    steps: Count
+    tokens: Count
+    loss: Loss | None = None
+    accepted: Count
+    refused: Count
+    late: Count
+    """Of the accepted ones, those with an older base."""
+    round: RoundStatus | None = None
+
+
+class WorkerStatus(Traffic):
+    """One worker."""
+
+    worker: WorkerId
+    name: Name
+    device: Name
+    state: Literal["training", "waiting", "lost", "left", "kicked"]
+    block: BlockIndex | None = None
+    task: Number | None = None
+    step: Count = 0
+    steps: Count = 0
+    loss: Loss | None = None
+    speed: Speed = 0.0
+    accepted: Count = 0
+    refused: Count = 0
+    tokens: Count = 0
+    seen_seconds: Seconds = 0.0
+
+
+class Status(Traffic):
+    """The whole run."""
+
+    protocol: Count
+    run: RunId
+    fingerprint: Sha256
+    state: Literal["running", "stopping", "finished"]
+    reason: Sentence = ""
+    up_seconds: Seconds
+    rounds: Count
+    """Rounds that were closed with a new version."""
+    tokens: Count
+    token_budget: Count | None = None
+    round_budget: Count | None = None
+    blocks: Annotated[tuple[BlockStatus, ...], Field(max_length=MAX_BLOCKS)]
+    workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=4096)]
+    refusals: dict[Code, Count] = Field(default_factory=dict)
+    scores: dict[Name, Loss] = Field(default_factory=dict)
+    """Cross entropy on the valid part by what was scored: block-1, pool, fused."""
