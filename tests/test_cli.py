@@ -36,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 def test_a_run_folder_holds_all_that_is_promised(trained: Path) -> None:
-    expected = {"config.toml", "events.jsonl", "result.json", "report.html", "model", "reference", "state"}
+    expected = {"config.toml", "coordinator", "events.jsonl", "result.json", "report.html", "model", "reference", "state"}
     assert expected == {path.name for path in trained.iterdir()}
     assert {p.name for p in (trained / "model").iterdir()} == {*(f"block-{n}.safetensors" for n in (1, 2, 3)), "config.json", "README.md"}
 

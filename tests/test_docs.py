@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from command import blocktrain
+from command import blocktrain, start
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TINY = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "4"]
+ADDRESS = "http://127.0.0.1:8470"  # what the documents say; the test takes a free port
 TINY_BENCH = {"quality": ["--steps", "6", "--data", "my-notes.txt"], "memory": [], "step": ["--repeats", "3"]}
 
 
@@ -36,6 +40,55 @@ def shrunk(arguments: list[str]) -> list[str]:
         scaled = ["tiny" if a == "standard" else a for a in arguments]
         return [*scaled, *TINY_BENCH[arguments[1]]]
     return arguments
+
+
+class Network:
+    """The coordinator that the documents start, and what they call it."""
+
+    def __init__(self, desk: Path) -> None:
+        self.desk = desk
+        self.process: subprocess.Popen[str] | None = None
+        self.url = self.folder = ""
+
+    def start(self, arguments: list[str]) -> None:
+        """In the background, small, on a free port."""
+        words = [*arguments, *TINY, "--data", "my-notes.txt", "--listen", "127.0.0.1:0", "--json"]
+        self.process = start(*words, cwd=self.desk)
+        assert self.process.stdout is not None
+        said = json.loads(self.process.stdout.readline())
+        self.url, self.folder = said["url"], said["folder"]
+
+    def real(self, arguments: list[str]) -> list[str]:
+        """The words that stand for something in the documents, replaced by it."""
+        known = {ADDRESS: self.url}
+        if arguments[0] == "kick":
+            status = json.loads(blocktrain("status", self.url, "--json", cwd=self.desk).stdout)
+            token = (self.desk / self.folder / "operator.token").read_text()
+            known |= {"WORKER": status["workers"][0]["worker"], "OPERATOR": token}
+        return [known.get(a, a) for a in arguments]
+
+    def watch(self, arguments: list[str]) -> None:
+        """A command that stays until Ctrl-C."""
+        process = start(*arguments, cwd=self.desk)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGINT)
+            assert self.process.wait(timeout=60) == 0
+
+
+@pytest.fixture
+def network(desk: Path) -> Iterator[Network]:
+    made = Network(desk)
+    yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +115,7 @@ def unfinished(desk: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_every_command_of_the_documents_works(desk: Path) -> None:
+def test_every_command_of_the_documents_works(desk: Path, network: Network) -> None:
     first = run(desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY])  # what `make train` leaves
     assert first.returncode == 0, first.stderr
     seen = set()
@@ -80,9 +133,16 @@ def test_every_command_of_the_documents_works(desk: Path) -> None:
                 unfinished(desk)
             if words[1:3] == ["bench", "quality"] and (desk / "results").exists():
                 shutil.rmtree(desk / "results")
-            done = run(desk, shrunk(words[1:]))
+            if words[1] == "coordinator":
+                network.start(words[1:])
+                continue
+            if "--watch" in words:
+                network.watch(network.real(words[1:]))
+                continue
+            done = run(desk, shrunk(network.real(words[1:])))
             assert done.returncode == 0, f"{page.name}: {line}\n{done.stderr}"
-    assert len(seen) >= 10
+    assert len(seen) >= 20
+    network.stop()
 
 
 def test_the_file_tree_in_the_readme_is_the_one_on_disk() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from blocktrain.config import make_config
+from blocktrain.coordination.embedded import train_blocks
 from blocktrain.errors import RunError
 from blocktrain.events import EventLog
 from blocktrain.learning.data import Source
-from blocktrain.learning.local import Plan, complete, train_blocks
+from blocktrain.learning.local import Plan, complete
 from blocktrain.learning.runs import create_run
 from blocktrain.report import write_report
 

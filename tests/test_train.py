@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.config import Config
 from blocktrain.errors import ConfigError, RunError
-from blocktrain.events import read_events
-from blocktrain.learning.data import Corpus, Source
-from blocktrain.learning.local import Plan, complete
+from blocktrain.learning.data import Corpus
 from blocktrain.learning.model import build_block
-from blocktrain.learning.runs import Run, create_run, load_model, publish, read_json
 from blocktrain.learning.train import REFERENCE, Trainer, learning_rate, pick_device
 from conftest import tiny_config
 
@@ -106,6 +94,37 @@ def test_a_state_is_loaded_only_where_it_belongs(corpus: Corpus, tmp_path: Path)
         trainer_of("next").load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("kind", ["next", "fusion", "exact"])
+def test_a_task_continues_from_weights_and_moments(kind: str, corpus: Corpus) -> None:
+    whole, first, second = trainer_of(kind), trainer_of(kind), trainer_of(kind)
+    assert first.moments() == {}
+    losses = run(whole, corpus, 12)
+    before = run(first, corpus, 5)
+    run(second, corpus, 2)  # what it had of its own is forgotten
+    second.load_weights(first.weights())
+    second.restore({name: moment.clone() for name, moment in first.moments().items()})
+    second.step = 5
+    assert before + run(second, corpus, 12) == losses
+    assert same(second, whole)
+    names = {name for name, _ in whole.block.named_parameters()}
+    assert set(whole.weights()) == names
+    assert not any("readout.heads" in name for name in names)
+    with pytest.raises(RunError, match=r"first difference: head\.weight"):
+        second.load_weights({name: w for name, w in whole.weights().items() if name != "head.weight"})
+
+
+def test_another_stream_draws_other_text_and_other_noise(corpus: Corpus) -> None:
+    settings, index = KINDS["exact"]
+    config = tiny_config(**settings)
+    losses = {}
+    for stream in (None, 2, 0, 300):
+        trainer = Trainer(config, index, stream=stream)
+        noise = trainer._loss(torch.zeros(4, 17, dtype=torch.long)).ce.item()
+        losses[stream] = (noise, *run(trainer, corpus, 2))
+    assert losses[None] == losses[2]  # the block's own
+    assert len({loss[0] for loss in losses.values()}) == len({loss[1] for loss in losses.values()}) == 3
+
+
 def test_training_lowers_the_loss(corpus: Corpus) -> None:
     losses = run(trainer_of("next", steps=60, learning_rate=1e-2), corpus, 60)
     assert losses[0] > 5
@@ -154,115 +173,4 @@ def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int, warmup: int, 
     if schedule == "constant":
         assert set(rates[top:]) == {2.0}
     else:
-        assert learning_rate(steps, steps, 2.0, warmup, schedule) == pytest.approx(0, abs=1e-9)
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from blocktrain.errors import Interrupted
-from blocktrain.learning import local
-from blocktrain.learning.data import Source
-from blocktrain.learning.runs import open_run
-
-local.CHECKPOINT_SECONDS = float(sys.argv[2])
-
-if __name__ == "__main__":
-    run, config, data = open_run(Path(sys.argv[1]))
-    try:
-        local.train_blocks(local.Plan(run, config, Source(data, None, run.folder)), lambda *_: None)
-    except Interrupted as error:
-        sys.exit(f"interrupted: {error}")
-"""
-
-
-def start(script: Path, folder: Path, checkpoint_seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, str(script), str(folder), str(checkpoint_seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 250
-    while not condition():
-        assert process.poll() is None, f"ended too early: {process.stderr.read() if process.stderr else ''}"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def saved_step(run: Run) -> int:
-    if not run.state(1).exists():
-        return 0
-    with safetensors.safe_open(run.state(1), framework="pt") as file:
-        return int((file.metadata() or {})["step"])
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.mark.timeout(900)  # three starts of two processes: slow where the machine is busy
-def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
-    config = tiny_config(compose="pool", blocks=1, steps=600)
-    undisturbed = Trainer(config, 1)
-    for _ in undisturbed.run(corpus.train, config.steps):
-        pass
-    publish(Run(tmp_path / "undisturbed"), 1, undisturbed.block)
-
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    run = create_run(tmp_path / "run", config, str(corpus_folder))
-
-    def disturb(stop: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
-        """Start it, let it get a few steps further than it was, stop it, and wait until all its processes are gone."""
-        before = saved_step(run)
-        process = start(script, run.folder, checkpoint_seconds=0)
-        wait_until(lambda: saved_step(run) >= before + 3, process)
-        stop(process)
-        _, said = process.communicate(timeout=250)  # ends when the last process that holds the pipes has ended
-        assert before + 3 <= saved_step(run) < config.steps
-        assert not run.weights(1).exists()
-        return process.returncode, said
-
-    code, _ = disturb(lambda process: os.killpg(process.pid, signal.SIGKILL))
-    assert code == -signal.SIGKILL
-    code, said = disturb(lambda process: os.killpg(process.pid, signal.SIGINT))
-    assert code == 1
-    assert said.startswith("interrupted: stopped; everything up to here is saved"), said
-
-    process = start(script, run.folder, checkpoint_seconds=1e9)
-    _, said = process.communicate(timeout=250)
-    assert (process.returncode, said) == (0, "")
-    assert sha256(run.weights(1)) == sha256(Run(tmp_path / "undisturbed").weights(1))
-    assert not run.state(1).exists()
-    assert [event["kind"] for event in read_events(run.events)].count("start") == 3
-
-
-def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
-    config = tiny_config(blocks=2, steps=4)
-    run = create_run(tmp_path / "run", config, str(corpus_folder))
-    for index in (REFERENCE, 1):
-        publish(run, index, trained_here(config, index, corpus).block)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    process = start(script, run.folder, checkpoint_seconds=1e9)  # what is published already is not trained again
-    _, said = process.communicate(timeout=250)
-    assert (process.returncode, said) == (0, "")
-    assert {e["block"] for e in read_events(run.events) if e["kind"] == "step"} == {2}
-
-    result = complete(Plan(run, config, Source(str(corpus_folder), None, tmp_path)), lambda _: None)
-    assert set(result["valid_ce"]) == {"composed", "block_1", "pool", "fuse", "reference"}
-    assert result["valid_ce"]["composed"] == result["valid_ce"]["fuse"]
-    assert result["gap"] == pytest.approx(result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=2e-5)
-    assert read_json(run.folder / "result.json") == result
-    fusion = load_model(run.folder, torch.device("cpu")).fusion
-    assert fusion is not None
-    alone = trained_here(config, 2, corpus, [trained_here(config, 1, corpus)])
-    assert all(torch.equal(t, alone.block.state_dict()[name]) for name, t in fusion.state_dict().items())
-
-
-def trained_here(config: Config, index: int, corpus: Corpus, read: list[Trainer] | None = None) -> Trainer:
-    trainer = Trainer(config, index, [source.block for source in read or []])
-    run(trainer, corpus, config.steps)
-    return trainer
+        assert {learning_rate(step, steps, 2.0, warmup, schedule) for step in (steps, steps + 1, 3 * steps)} == {0.0}

@@ -1,4 +1,4 @@
-"""The command line: one function a command, and the only place that reads arguments and environment."""
+"""The command line: one function a command, and the only place that reads arguments."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
-from cyclopts import App, Group, Parameter
-from pydantic import Field, create_model
+from cyclopts import App, Parameter
 
-from blocktrain.config import Config, make_config, read_toml
-from blocktrain.errors import BlockTrainError, ConfigError, Interrupted, RunError
-
-if TYPE_CHECKING:
-    from blocktrain.learning.data import Source
-
-RUNS = Path("runs")
+from blocktrain.config import make_config, read_toml
+from blocktrain.errors import BlockTrainError, ConfigError, Interrupted
+from blocktrain.flags import Json, Settings, at_least, given
+from blocktrain.network import audit, coordinator, kick, pull, status, worker
+from blocktrain.places import cores, new_run_folder, newest_unfinished, source
 
 app = App(
     name="blocktrain",
@@ -29,35 +26,8 @@ app = App(
 )
 bench = App(name="bench", help="Measure: every published figure comes from one of these commands.")
 app.command(bench)
-
-_settings = Group("Settings (also as keys of --config FILE.toml)")
-Flags: Any = create_model(  # the settings of a run, each optional: what is not given comes from file, preset or default
-    "Flags",
-    **{
-        name: (Optional[field.annotation], Field(default=None, description=f"{field.description} (default {field.default})"))  # noqa: UP045
-        for name, field in Config.model_fields.items()
-    },  # type: ignore[call-overload]
-)
-Settings = Annotated[Optional[Flags], Parameter(name="*", group=_settings, negative=())]  # noqa: UP045
-Json = Annotated[bool, Parameter(help="Print the result as JSON on stdout.", negative=())]
-
-
-def source(data: str) -> Source:
-    """Where the corpus of a command is, by the environment's folders."""
-    from blocktrain.learning.data import Source
-
-    folder, cache = os.environ.get("BLOCKTRAIN_DATA"), os.environ.get("BLOCKTRAIN_CACHE")
-    return Source(data, Path(folder) if folder else None, Path(cache) if cache else Path.home() / ".cache" / "blocktrain")
-
-
-def given(settings: Any) -> dict[str, Any]:
-    """Only the settings that were named on the command line."""
-    return {} if settings is None else settings.model_dump(exclude_none=True)
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+for command in (coordinator, worker, status, kick, pull, audit):
+    app.command(command)
 
 
 @app.command
@@ -70,7 +40,7 @@ def train(
     preset: str | None = None,
     config: Path | None = None,
     settings: Settings = None,
-    json_: Annotated[Json, Parameter(name="--json")] = False,
+    json_: Json = False,
 ) -> None:
     """Train all blocks of a model on this machine, each in its own process, then the fusion block.
 
@@ -91,14 +61,15 @@ def train(
     config
         A TOML file with settings; flags win over it.
     """
-    from blocktrain.learning.local import Plan, complete, train_blocks
+    from blocktrain.coordination.embedded import train_blocks
+    from blocktrain.learning.local import Plan, complete
     from blocktrain.learning.runs import block_name, create_run, open_run
     from blocktrain.learning.train import pick_device
     from blocktrain.report import write_report
     from blocktrain.terminal import StepBars, bar, console
 
     if resume:
-        run, made, data = open_run(out or _newest_unfinished())
+        run, made, data = open_run(out or newest_unfinished())
         if changed := {k: v for k, v in given(settings).items() if getattr(made, k) != v}:
             raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
     else:
@@ -108,7 +79,7 @@ def train(
         made = make_config({**from_file, **given(settings)}, preset)
         pick_device(made.device)
         source(data).open().require(made.context)
-        run = create_run(out or _new_folder(data), made, data)
+        run = create_run(out or new_run_folder(data), made, data)
     plan = Plan(run, made, source(data), reference=reference, slots=cores())
     console.print(f"run folder [bold]{run.folder}[/]  corpus {data}  {made.blocks} blocks, {made.steps} steps each")
     with StepBars(made.steps) as bars:
@@ -137,9 +108,9 @@ def evaluate(
     run: Path,
     *,
     data: str | None = None,
-    draws: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 8,
+    draws: Annotated[int, at_least(1)] = 8,
     device: str = "cpu",
-    json_: Annotated[Json, Parameter(name="--json")] = False,
+    json_: Json = False,
 ) -> None:
     """Cross entropy of a trained run on the whole valid split: composed, per block, and the paper's path if it has one.
 
@@ -179,11 +150,11 @@ def generate(
     *,
     prompt: str = "\n",
     mode: Literal["autoregressive", "sweep"] = "autoregressive",
-    sweeps: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 1,
+    sweeps: Annotated[int, at_least(1)] = 1,
     draft: Literal["first-block", "none"] = "first-block",
-    max_tokens: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 256,
-    temperature: Annotated[float, Parameter(validator=lambda _, v: _at_least(v, 0))] = 0.8,
-    seed: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 0))] = 0,
+    max_tokens: Annotated[int, at_least(1)] = 256,
+    temperature: Annotated[float, at_least(0)] = 0.8,
+    seed: Annotated[int, at_least(0)] = 0,
 ) -> None:
     """Write text after a prompt, streaming to the terminal. The same seed gives the same bytes.
 
@@ -236,7 +207,7 @@ def quality(
     out: Path | None = None,
     tune: Annotated[bool, Parameter(negative=())] = False,
     settings: Settings = None,
-    json_: Annotated[Json, Parameter(name="--json")] = False,
+    json_: Json = False,
 ) -> None:
     """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
 
@@ -264,7 +235,7 @@ def quality(
 
 
 @bench.command
-def memory(*, seed: int = 0, json_: Annotated[Json, Parameter(name="--json")] = False) -> None:
+def memory(*, seed: int = 0, json_: Json = False) -> None:
     """Bytes of optimizer, gradients and saved activations of one worker against the end-to-end trainer, for 2 to 16 blocks."""
     from blocktrain.bench import commands
 
@@ -274,9 +245,9 @@ def memory(*, seed: int = 0, json_: Annotated[Json, Parameter(name="--json")] = 
 @bench.command
 def step(
     *,
-    repeats: Annotated[int, Parameter(validator=lambda _, v: _at_least(v, 1))] = 200,
+    repeats: Annotated[int, at_least(1)] = 200,
     seed: int = 0,
-    json_: Annotated[Json, Parameter(name="--json")] = False,
+    json_: Json = False,
 ) -> None:
     """Time of a worker's training step against a bare loop with the same layers, loss and optimizer, interleaved.
 
@@ -292,25 +263,6 @@ def step(
 
 def _command_line() -> str:
     return shlex.join(["blocktrain", *sys.argv[1:]])
-
-
-def _at_least(value: float, least: float) -> None:
-    if value < least:
-        raise ValueError(f"must be at least {least}")
-
-
-def _new_folder(data: str) -> Path:
-    name = Path(data).stem or "run"
-    taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
-    number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
-    return RUNS / f"{number:03}-{name}"
-
-
-def _newest_unfinished() -> Path:
-    found = [p.parent for p in RUNS.glob("*/config.toml") if not (p.parent / "result.json").exists()]
-    if not found:
-        raise RunError("no unfinished run under runs/; name one with --out RUN")
-    return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)
 
 
 def main() -> None:

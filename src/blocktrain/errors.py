@@ -8,6 +8,7 @@ BlockTrainError            the message is one sentence that names the fix; `cli`
 ├── Conflict               the stored state does not allow this change (fence, double, gap); nothing was changed
 ├── Damaged                stored bytes are not those that their name or chain promises
 ├── IdentityError          a key file is missing, damaged, readable by others, or cannot be written
+├── Unreachable            nobody answered at the other end of a line, or not in this protocol; try again later
 ├── Refused                a coordinator's typed no, with a stable code (protocol/refusals.py)
 └── Interrupted            the user stopped the work; everything up to the last checkpoint is saved
 """
@@ -43,6 +44,10 @@ class Damaged(BlockTrainError):
 
 class IdentityError(BlockTrainError):
     """A key file is missing, damaged, readable by others, or cannot be written."""
+
+
+class Unreachable(BlockTrainError):
+    """Nobody answered at the other end of a line, or not in this protocol; try again later."""
 
 
 class Interrupted(BlockTrainError):

@@ -131,6 +131,7 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
                 options.poll, f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds"
             )
     again = next((x for x in sorted(state.leases.values(), key=lambda x: x.task) if _takeable(now, state, options, x, worker, index)), None)
+    ends = max(deadline, now + 2 * size.seconds) if options.lease is None else now + options.lease
     lease = Lease(
         task=again.task if again else state.next_task,
         number=again.number if again else block.next_number,
@@ -141,7 +142,7 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
         steps=size.steps,
         start_step=block.steps,
         granted=now,
-        expires=now + options.lease if options.lease is not None else max(deadline, now + 2 * size.seconds),
+        expires=min(ends, now + 2 * options.longest_deadline),  # whatever speed a worker claims to have
         expected=size.seconds,
     )
     redo = f"; again, after the lease of {again.worker} ran out" if again else ""

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, NoReturn
@@ -31,12 +32,13 @@ def is_name(name: str) -> bool:
 class Blobs:
     """A folder ab/cd/abcd... with one file per blob, and one with the chunks of uploads that are not complete."""
 
-    def __init__(self, folder: Path, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: Path, on_failure: Callable[[str], object] = lambda _: None) -> None:
         self.folder = folder
         self._names = folder / "blobs"
         self._uploads = folder / "uploads"
         self._partial = folder / "partial"
         self._on_failure = on_failure
+        self._uploading = threading.RLock()  # chunks come from several threads, also twice
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # what a crash left half written
             for part in (self._names, self._uploads, self._partial):
@@ -134,15 +136,16 @@ class Blobs:
         try:
             if (folder / f"{index}.{name}").is_file():
                 return name
-            folder.mkdir(parents=True, exist_ok=True)
             handle, written = tempfile.mkstemp(dir=self._partial)
             partial = Path(written)
             try:
                 with os.fdopen(handle, "wb") as out:
                     out.write(content)
-                for old in folder.glob(f"{index}.*"):
-                    old.unlink()
-                partial.replace(folder / f"{index}.{name}")
+                with self._uploading:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    for old in folder.glob(f"{index}.*"):
+                        old.unlink()
+                    partial.replace(folder / f"{index}.{name}")
             finally:
                 partial.unlink(missing_ok=True)
         except OSError as error:
@@ -151,25 +154,28 @@ class Blobs:
 
     def chunks(self, task: int, fence: int) -> dict[int, str]:
         """Which chunks of an upload are here, with their sha256: what a worker need not send again."""
-        found = (path.name.partition(".") for path in self._upload(task, fence).glob("*.*"))
+        with self._uploading:
+            found = [path.name.partition(".") for path in self._upload(task, fence).glob("*.*")]
         return {int(index): name for index, _, name in found if index.isdecimal() and is_name(name)}
 
     def assemble(self, task: int, fence: int, chunks: list[str], name: str) -> str:
         """One durable blob from all chunks of an upload. Chunks that are missing or rotten are named, and forgotten."""
-        here = self.chunks(task, fence)
         folder = self._upload(task, fence)
-        missing = [
-            index for index, chunk in enumerate(chunks) if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
-        ]
-        for index in missing:
-            (folder / f"{index}.{here.get(index)}").unlink(missing_ok=True)
-        if missing:
-            raise Conflict(f"task {task}: send the chunks {', '.join(map(str, missing[:20]))} (of {len(chunks)}) again")
-        return self.put_stream(((folder / f"{index}.{chunk}").read_bytes() for index, chunk in enumerate(chunks)), name)
+        with self._uploading:
+            here = self.chunks(task, fence)
+            missing = [
+                index for index, chunk in enumerate(chunks) if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
+            ]
+            for index in missing:
+                (folder / f"{index}.{here.get(index)}").unlink(missing_ok=True)
+            if missing:
+                raise Conflict(f"task {task}: send the chunks {', '.join(map(str, missing[:20]))} (of {len(chunks)}) again")
+            return self.put_stream(((folder / f"{index}.{chunk}").read_bytes() for index, chunk in enumerate(chunks)), name)
 
     def drop_chunks(self, task: int, fence: int) -> None:
         """Forget an upload: it is a blob now, or will never be."""
-        shutil.rmtree(self._upload(task, fence), ignore_errors=True)
+        with self._uploading:
+            shutil.rmtree(self._upload(task, fence), ignore_errors=True)
 
     def _upload(self, task: int, fence: int) -> Path:
         if not (isinstance(task, int) and isinstance(fence, int) and task >= 0 and fence >= 0):
@@ -177,8 +183,9 @@ class Blobs:
         return self._uploads / f"{task}.{fence}"
 
     def _fail(self, what: str, error: OSError) -> NoReturn:
-        self._on_failure()
-        raise StorageFailed(f"cannot {what}: {error.strerror or error}; free space or repair the disk, then start again") from error
+        why = f"cannot {what}: {error.strerror or error}; free space or repair the disk, then start again"
+        self._on_failure(why)
+        raise StorageFailed(why) from error
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from blocktrain.errors import Damaged
+from blocktrain.protocol.identity import canonical_json as canonical
+from blocktrain.protocol.ledger import BEGINNING as GENESIS
+from blocktrain.protocol.ledger import entry_hash
 
-GENESIS = "0" * 64
-
-
-def canonical(value: Any) -> str:
-    """The one way to write a JSON value: sorted keys, no spaces, ASCII, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+__all__ = ["GENESIS", "Entry", "Note", "canonical", "entry_hash", "link", "verify"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,6 @@ class Entry:
     def value(self) -> dict[str, Any]:
         """The body, parsed."""
         return json.loads(self.body)
-
-
-def entry_hash(seq: int, kind: str, body: str, previous: str) -> str:
-    """sha256 of the canonical JSON list [seq, kind, previous, body], the body being a string in it."""
-    return hashlib.sha256(canonical([seq, kind, previous, body]).encode()).hexdigest()
 
 
 def link(previous: Entry | None, note: Note) -> Entry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,11 +9,7 @@ from typing import Any, Protocol
 from blocktrain.coordination.blobs import Blobs
 from blocktrain.coordination.ledger import Entry, Note
 from blocktrain.coordination.state import Lease, RoundState, RunState, WorkerState
-
-
-def update_id(task: int, payload: str) -> str:
-    """The idempotency key as one name: sha256 of `task:payload`."""
-    return hashlib.sha256(f"{task}:{payload}".encode()).hexdigest()
+from blocktrain.protocol.messages import update_id
 
 
 @dataclass(frozen=True)
@@ -130,6 +125,9 @@ class Store(Protocol):
     def answer(self, task: int, payload: str) -> Answer | None:
         """The answer that was given to a submission."""
 
+    def answered(self, task: int) -> int | None:
+        """The block of a task that has an accepted update."""
+
     def publish_version(
         self,
         now: float,
@@ -164,6 +162,9 @@ class Store(Protocol):
 
     def forget_nonces(self, before: float) -> int:
         """Drop nonces that are too old to be accepted anyway."""
+
+    def require_open(self) -> None:
+        """Raise StorageFailed if a write has failed, or if it was closed: what is in memory may not be true."""
 
     def recover(self, now: float, fusion: int | None = None) -> RunState:
         """The state as of the last commit; times left are counted from now."""

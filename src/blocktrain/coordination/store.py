@@ -127,15 +127,21 @@ class EmbeddedStore:
         elif mark.read_text(encoding="ascii") != self.run_id:
             raise RunError(f"{mark.parent} belongs to another run than {self.folder / DATABASE}: is the right folder mounted?")
 
-    def _fail(self) -> None:
-        self._failed = self._failed or "an earlier write failed; exit and start again"
+    def _fail(self, why: str) -> str:
+        """After the first failure nothing is read or written any more, and everyone is told why."""
+        self._failed = self._failed or why
+        return why
+
+    def require_open(self) -> None:
+        """Raise if it was closed, with what went wrong."""
+        if self._failed:
+            raise StorageFailed(f"the store in {self.folder} is closed: {self._failed}")
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
         """One transaction of this epoch; commits at the end, or raises and has changed nothing that was acknowledged."""
         with self._mutex:
-            if self._failed:
-                raise StorageFailed(f"the store in {self.folder} is closed: {self._failed}")
+            self.require_open()
             try:
                 with self._engine.begin() as db:
                     if self._opened:
@@ -144,17 +150,15 @@ class EmbeddedStore:
             except IntegrityError as error:
                 raise Conflict(f"the store refused a change: {error.orig}") from error
             except (DBAPIError, sqlite3.Error) as error:
-                self._fail()
                 cause = error.orig if isinstance(error, DBAPIError) else error
-                raise StorageFailed(
-                    f"cannot commit to {self.folder / DATABASE}: {cause}; free space or repair it, then start again"
-                ) from error
+                why = f"cannot commit to {self.folder / DATABASE}: {cause}; free space or repair it, then start again"
+                raise StorageFailed(self._fail(why)) from error
 
     def _check_epoch(self, db: Connection) -> None:
         row = db.execute(sa.select(tables.meta.c.run_id, tables.meta.c.epoch)).one()
         if (row.run_id, row.epoch) != (self.run_id, self.epoch):
-            self._fail()
-            raise StorageFailed(f"{self.folder} was taken over by another coordinator (epoch {row.epoch}, ours was {self.epoch}); exit")
+            why = f"{self.folder} was taken over by another coordinator (epoch {row.epoch}, ours was {self.epoch}); exit"
+            raise StorageFailed(self._fail(why))
 
     def close(self) -> None:
         """Let another coordinator open it."""
@@ -210,6 +214,12 @@ class EmbeddedStore:
         """The answer that was given to a submission."""
         with self._transaction() as db:
             return rows.read_answer(db, task, payload)
+
+    def answered(self, task: int) -> int | None:
+        """The block of a task that has an accepted update."""
+        found = sa.select(tables.updates.c.block).where(tables.updates.c.task == task, tables.updates.c.accepted == 1)
+        with self._transaction() as db:
+            return db.execute(found).scalar_one_or_none()
 
     def publish_version(
         self,

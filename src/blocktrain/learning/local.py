@@ -1,4 +1,4 @@
-"""Training all blocks on this machine, each in a process of its own, then composing and judging the result."""
+"""Training on this machine: one block from its start to its published weights, then composing and judging the result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted
-from blocktrain.events import EventLog, read_events
+from blocktrain.events import read_events
 from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
 from blocktrain.learning.noise import noise_levels
 from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json, write_model_card
 from blocktrain.learning.train import REFERENCE, Trainer, pick_device
-from blocktrain.processes import Channel, Job, run_jobs
+from blocktrain.processes import Channel
 
 CHECKPOINT_SECONDS = 20.0
 REPORT_SECONDS = 0.2
@@ -42,32 +42,6 @@ class Plan:
 
 Told = Callable[[int, int, float], None]
 """(block, steps made, loss)"""
-
-
-def train_blocks(plan: Plan, told: Told) -> None:
-    """Train what is not yet published; stops and continues anywhere."""
-    plan.source.open().require(plan.config.context)
-    log = EventLog(plan.run.events)
-    indices = {block_name(i): i for i in range(plan.config.blocks + 1)}
-
-    def on_message(name: str, message: dict[str, Any]) -> None:
-        log.write(message.pop("kind"), block=indices[name], **message)
-        if "loss" in message:
-            told(indices[name], message["step"], message["loss"])
-
-    log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
-    try:
-        run_jobs(_jobs(plan), plan.slots, on_message)
-    finally:
-        log.close()
-
-
-def _jobs(plan: Plan) -> list[Job]:
-    """The reference first, as it takes longest; fusion after those it reads."""
-    missing = [i for i in range(plan.config.blocks + 1) if not plan.run.weights(i).exists() and (i != REFERENCE or plan.reference)]
-    fusion = plan.config.blocks if plan.config.compose == "fuse" else None
-    independent = tuple(block_name(i) for i in missing if i not in (REFERENCE, fusion))
-    return [Job(block_name(i), train_one, (plan, i), after=independent if i == fusion else ()) for i in missing]
 
 
 def train_one(channel: Channel, plan: Plan, index: int) -> None:

@@ -3,7 +3,8 @@
 RUN/
   config.toml             settings, and the corpus
   events.jsonl            what happened, a line each
-  state/                  weights, optimizer and step of unfinished blocks
+  coordinator/            ledger, versions and updates: all that `blocktrain audit` needs
+  state/                  optimizer and updates of unfinished blocks, weights and step of the unfinished reference
   model/                  block-N.safetensors, config.json (settings, hashes, pool weights), README.md (model card)
   reference/              the end-to-end model, if it was asked for
   result.json             cross entropies, memory, seconds, sample

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -21,15 +22,16 @@ from blocktrain.learning.model import Block, build_block, build_reference, targe
 from blocktrain.learning.objective import Loss, denoise_loss, fusion_loss, next_loss
 
 REFERENCE = 0  # the end-to-end model takes the place before block 1
+Weights = dict[str, npt.NDArray[np.float32]]
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that has had a gradient
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
-    """Linear warm-up over at most a tenth of all steps, then the schedule down to zero (or constant)."""
+    """Linear warm-up over at most a tenth of all steps, then the schedule down to zero (or constant), where it stays."""
     warmup = min(warmup, steps // 10)
     if step < warmup:
         return peak * (step + 1) / warmup
-    share = (step - warmup) / max(steps - warmup, 1)
+    share = min(1.0, (step - warmup) / max(steps - warmup, 1))
     if schedule == "cosine":
         return peak * (1 + math.cos(math.pi * share)) / 2
     return peak * (1 - share) if schedule == "linear" else peak
@@ -54,10 +56,12 @@ class Trainer:
     index: int
     sources: Sequence[Block] = ()
     step: int = 0
+    stream: int | None = None  # which order of the corpus is read; by default the block's own
     block: Block = field(init=False)
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
+        self.stream = self.own_stream if self.stream is None else self.stream
         self.device = pick_device(self.config.device)
         built = build_reference(self.config) if self.index == REFERENCE else build_block(self.config, self.index)
         self.block = built.to(self.device)
@@ -79,8 +83,8 @@ class Trainer:
         return self.config.fusion_learning_rate if self.block.reads else self.config.learning_rate
 
     @property
-    def stream(self) -> int:
-        """Which order of the corpus this block reads."""
+    def own_stream(self) -> int:
+        """The order of the corpus that is this block's own; others are for its replicas."""
         return self.index if self.config.data_order == "own" or self.index == REFERENCE else 1
 
     def read(self, sources: Sequence[Block]) -> None:
@@ -100,7 +104,8 @@ class Trainer:
         rate = learning_rate(self.step, c.steps, self.peak, c.warmup, c.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tokens = data.batch(corpus, seed=c.seed, stream=self.stream, step=self.step, batch=c.batch, context=c.context)
+        stream = self.own_stream if self.stream is None else self.stream
+        tokens = data.batch(corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
             loss = self._loss(tokens.to(self.device))
         self.optimizer.zero_grad(set_to_none=True)
@@ -113,7 +118,10 @@ class Trainer:
         return ce
 
     def _loss(self, tokens: Tensor) -> Loss:
-        seed = np.random.SeedSequence([self.config.seed, self.index, self.step]).generate_state(1, np.uint64)
+        entropy = [self.config.seed, self.index, self.step]
+        if self.stream not in (None, self.own_stream):
+            entropy.append(self.stream + 1)  # a trailing zero would change nothing
+        seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0]))
         if self.block.reads:
             return fusion_loss(self.block, self.sources, tokens, self.config.feature_dropout, generator)
@@ -121,12 +129,30 @@ class Trainer:
             return denoise_loss(self.block, self.table, tokens, self.config, self.index, generator)
         return next_loss(self.block, tokens)
 
+    def weights(self) -> Weights:
+        """The parameters as they travel; what a fusion block copies from those it reads is not among them."""
+        return block_weights(self.block)
+
+    def load_weights(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Take over parameters; names and shapes must be exactly those of the block."""
+        put_weights(self.block, weights)
+
+    def moments(self) -> dict[str, Tensor]:
+        """What the optimizer remembers of every parameter, as `moment.name`; nothing before the first step."""
+        known = [(name, p) for name, p in self.block.named_parameters() if p in self.optimizer.state]
+        return {f"{moment}.{name}": self.optimizer.state[p][moment] for name, p in known for moment in _MOMENTS}
+
+    def restore(self, moments: Mapping[str, Tensor]) -> None:
+        """Continue with these moments; none of them: a fresh optimizer."""
+        self.optimizer.state.clear()
+        for name, parameter in self.block.named_parameters():
+            if f"{_MOMENTS[0]}.{name}" in moments:
+                self.optimizer.state[parameter] = {moment: moments[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
+
     def save(self, path: Path) -> None:
         """Weights, optimizer moments and step, as one safetensors file, atomically."""
         tensors = {f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()}
-        for name, parameter in self.block.named_parameters():
-            for moment in _MOMENTS if parameter in self.optimizer.state else ():
-                tensors[f"{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        tensors |= self.moments()
         metadata = {"fingerprint": self.config.fingerprint, "index": str(self.index), "step": str(self.step)}
         write_atomic(path, safetensors.torch.save(tensors, metadata))
 
@@ -137,10 +163,7 @@ class Trainer:
             raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
         self.step = int(metadata["step"])
         load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
-        self.optimizer.state.clear()
-        for name, parameter in self.block.named_parameters():
-            if f"{_MOMENTS[0]}.{name}" in tensors:
-                self.optimizer.state[parameter] = {moment: tensors[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
+        self.restore({k: t for k, t in tensors.items() if not k.startswith("model.")})
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -162,3 +185,20 @@ def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:
         odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise RunError(f"{path} does not fit this model (first difference: {odd}); it is damaged or from another run")
     block.load_state_dict(weights)
+
+
+def block_weights(block: Block) -> Weights:
+    """Copies of a block's parameters, without its buffers."""
+    return {name: p.detach().to("cpu", torch.float32, copy=True).numpy() for name, p in block.named_parameters()}
+
+
+def put_weights(block: Block, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    """Put parameters into a block, refusing other names or shapes."""
+    expected = {name: tuple(p.shape) for name, p in block.named_parameters()}
+    found = {name: w.shape for name, w in weights.items()}
+    if expected != found:
+        odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+        raise RunError(f"these weights do not fit the block (first difference: {odd}); they are from another run")
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            parameter.copy_(torch.from_numpy(np.array(weights[name], dtype=np.float32)))

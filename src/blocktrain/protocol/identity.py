@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -73,6 +74,10 @@ class Identity:
     def worker(self) -> str:
         """The worker id of this key."""
         return worker_id(self.public_key)
+
+    def secret(self, purpose: bytes) -> bytes:
+        """32 bytes that only the owner of the key can compute, different for every purpose."""
+        return hmac.digest(self._key.private_bytes_raw(), b"blocktrain secret " + purpose, "sha256")
 
     def sign(self, message: S) -> S:
         """The same message with this key's signature."""

@@ -134,6 +134,8 @@ class VersionFacts(Message):
     outer: Literal["average", "nesterov"]
     outer_learning_rate: Annotated[float, Field(ge=0, le=100)]
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
+    features: Annotated[tuple[BlockVersion, ...], Field(max_length=MAX_BLOCKS)] = ()
+    """For the fusion block: the versions of the others that it was trained on, and must be used with."""
     reason: Sentence
 
 

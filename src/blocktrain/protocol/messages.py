@@ -7,6 +7,7 @@ reaches neither the ledger nor a signature.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +22,7 @@ MAX_REPLY = 1 << 22  # of an answer
 MAX_BLOCKS = 256
 TICKET_HEADER = "BlockTrain-Ticket"  # of a chunk: the ticket in the task
 DIGEST_HEADER = "BlockTrain-SHA256"  # of a chunk: its sha256
+WORKER_HEADER = "BlockTrain-Worker"  # of a download: whose bytes these are, for the counters
 
 _EXACT = 2**53 - 1  # the largest integer that every JSON reader keeps
 
@@ -76,6 +78,16 @@ def read(kind: type[M], raw: bytes, limit: int = MAX_JSON) -> M:
 def write(message: Message) -> bytes:
     """The message as the body of a request or an answer."""
     return message.model_dump_json().encode()
+
+
+def update_id(task: int, payload_sha256: str) -> str:
+    """An update's id and idempotency key: sha256 of `task:payload_sha256`."""
+    return hashlib.sha256(f"{task}:{payload_sha256}".encode()).hexdigest()
+
+
+def as_name(text: str) -> str:
+    """A text for people as a `Name`."""
+    return re.sub(r"[^A-Za-z0-9._:@/+ -]", "-", text)[-64:]
 
 
 class Blob(Message):
@@ -211,6 +223,8 @@ class TaskRequest(Signed):
     fingerprint: Sha256
     held: Held | None = None
     speed: Speed
+    leaving: bool = False
+    """The worker goes: its open tasks are free at once, and the answer is `finished`."""
     nonce: Nonce
 
 
@@ -280,7 +294,7 @@ class Submission(Signed):
     @property
     def update(self) -> str:
         """The update's id and idempotency key: sha256 of `task:payload_sha256`."""
-        return hashlib.sha256(f"{self.task}:{self.payload_sha256}".encode()).hexdigest()
+        return update_id(self.task, self.payload_sha256)
 
     def plan(self, chunk_bytes: int) -> Plan:
         """The chunks of the payload; another number of chunks is refused."""
@@ -348,9 +362,9 @@ class Manifest(Signed):
     run: RunId
     coordinator: PublicKey
     number: Number
-    """Grows by one with every manifest; a client refuses one below the highest it has seen."""
-    previous: Sha256 | None
-    """identity.digest of the manifest before."""
+    """Length of the ledger; a client refuses a manifest below the highest it has seen."""
+    head: Sha256
+    """Hash of the ledger's entry of that number."""
     issued: Count
     expires: Count
     """Milliseconds since 1970, by the coordinator's clock."""

@@ -111,10 +111,10 @@ RULES: dict[Code, Rule] = {
 class Refused(BlockTrainError):
     """A typed no; `detail` says what was seen, the rule's sentence names the fix."""
 
-    def __init__(self, code: Code, detail: str = "") -> None:
+    def __init__(self, code: Code, detail: str = "", *, sentence: str | None = None) -> None:
         self.code = code
         self.detail = detail
-        super().__init__(f"{detail}: {self.rule.sentence}"[:MAX_SENTENCE] if detail else self.rule.sentence)
+        super().__init__(sentence or (f"{detail}: {self.rule.sentence}"[:MAX_SENTENCE] if detail else self.rule.sentence))
 
     @property
     def rule(self) -> Rule:

@@ -1,0 +1,88 @@
+"""Whether an update counts: the verdict on its claims, its bytes made durable, its content read. What is refused leaves nothing behind."""
+
+from __future__ import annotations
+
+from blocktrain.coordination.live import LiveRun
+from blocktrain.coordination.records import UpdateRecord
+from blocktrain.coordination.rounds import Submission as Claim
+from blocktrain.coordination.rounds import Verdict, admit
+from blocktrain.errors import Conflict
+from blocktrain.protocol import messages as m
+from blocktrain.protocol.codec import open_update, payload_cap
+from blocktrain.protocol.refusals import Code, Refused
+
+
+def payload_limit(live: LiveRun, block: int) -> int:
+    """The longest payload that an honest worker can send for a block."""
+    return payload_cap(live.schemas[block], live.policy.compression)
+
+
+def accept(live: LiveRun, now: float, message: m.Submission) -> bytes:
+    """Record a new update and give its receipt, or refuse it and change nothing."""
+    claim = Claim(message.worker, message.task, message.fence, message.block, message.base, message.steps)
+    verdict = admit(now, live.state, live.options, claim)
+    if not verdict.accepted:
+        answered = verdict.code == Code.UNKNOWN_TASK and live.store.answered(message.task) is not None
+        raise Refused(Code.TASK_ANSWERED if answered else Code(verdict.code), verdict.reason)
+    order = live.recall.orders[message.task]
+    if message.tokens != message.steps * live.config.batch * live.config.context:
+        raise Refused(Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens")
+    for task in filter(None, (message.continued.optimizer, message.continued.residual)):
+        if live.store.answered(task) != message.block:  # such a state could not be computed again by anyone
+            raise Refused(Code.MALFORMED, f"the update continues task {task}, which has no accepted update of block {message.block}")
+    _assemble(live, message)
+    try:
+        content = live.store.blobs.read(message.payload_sha256)
+        if len(content) != message.payload_length:
+            raise Refused(Code.HASH_MISMATCH, f"the chunks have {len(content)} bytes, not {message.payload_length}")
+        open_update(content, live.schemas[message.block], method=order.compression)
+        return _record(live, now, message, verdict)
+    except Refused:
+        _discard(live, message)
+        raise
+
+
+def _record(live: LiveRun, now: float, message: m.Submission, verdict: Verdict) -> bytes:
+    lease = live.state.leases[message.task]
+    update = UpdateRecord(
+        task=message.task,
+        fence=message.fence,
+        block=message.block,
+        base=message.base,
+        worker=message.worker,
+        payload=message.payload_sha256,
+        size=message.payload_length,
+        tokens=message.tokens,
+        steps=message.steps,
+        seconds=now - lease.granted,
+        staleness=verdict.staleness,
+        weight=verdict.weight,
+        accepted=True,
+        code=verdict.code,
+    )
+    return live.record(now, message, update, verdict.reason)
+
+
+def _assemble(live: LiveRun, message: m.Submission) -> None:
+    """One durable blob of the chunks."""
+    limit = payload_limit(live, message.block)
+    if message.payload_length > limit:
+        raise Refused(Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed")
+    plan = message.plan(live.policy.chunk_bytes)
+    blobs = live.store.blobs
+    have = blobs.chunks(message.task, message.fence)
+    if missing := plan.missing(have):
+        raise Refused(Code.MISSING_CHUNKS, f"chunks {', '.join(map(str, missing[:20]))} of {plan.chunks}")
+    try:
+        blobs.assemble(message.task, message.fence, [have[i] for i in range(plan.chunks)], message.payload_sha256)
+    except Conflict as error:
+        blobs.drop_chunks(message.task, message.fence)
+        raise Refused(Code.HASH_MISMATCH, str(error)) from None
+
+
+def _discard(live: LiveRun, message: m.Submission) -> None:
+    """Nothing of a refused payload stays, unless the same bytes belong to another update."""
+    name = message.payload_sha256
+    live.store.blobs.drop_chunks(message.task, message.fence)
+    if name not in live.recall.public and all(s.payload_sha256 != name for s, _ in live.recall.waiting.values()):
+        live.store.blobs.delete(name)

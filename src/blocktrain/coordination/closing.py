@@ -1,0 +1,75 @@
+"""A round that closes: the blobs of its updates in, the next version of the block out. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from blocktrain.coordination.blobs import Blobs
+from blocktrain.coordination.merge import Before, Candidate, Merged, MergeOptions, Update, merge
+from blocktrain.coordination.records import Store, UpdateRecord, VersionRecord
+from blocktrain.protocol.codec import Tensors, open_update, pack, schema_of, unpack
+from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What a merge came to, with its blobs on the disk; no weights: no version, for the reason in `merged`."""
+
+    merged: Merged
+    weights: Blob | None
+    momentum: Blob | None
+    loss: float | None
+    features: tuple[BlockVersion, ...]
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Updates that are not part of the version, and why."""
+        left = {r.id: f"{r.code}: {r.reason}" for r in self.merged.refused}
+        if self.weights is None:  # a guard spoke: those that were merged are the culprits
+            left |= {c.update.id: self.merged.reason for c in self.merged.used}
+        return left
+
+
+def close_round(
+    store: Store,
+    parent: VersionRecord,
+    names: Sequence[str],
+    waiting: Mapping[str, tuple[Submission, Order]],
+    options: MergeOptions,
+) -> Closed:
+    """Merge the named updates of a block and store the result."""
+    current = _tensors(store.blobs, parent.weights)
+    momentum = None if parent.momentum is None else _tensors(store.blobs, parent.momentum)
+    records = {u.id: u for u in store.pending(parent.block)}
+    updates = [_opened(store, records[name], waiting[name][1], current, parent.version) for name in names]
+    merged = merge(Before(current, options, momentum, parent.norms), updates)
+    if merged.state is None:
+        return Closed(merged, None, None, None, ())
+    used = [waiting[c.update.id] for c in merged.used]
+    pins = max((order.features for _, order in used), key=lambda features: [f.version for f in features], default=())
+    return Closed(merged, _put(store.blobs, merged.state), _put(store.blobs, merged.momentum), _loss(merged.used, used), pins)
+
+
+def _tensors(blobs: Blobs, name: str) -> Tensors:
+    return unpack(blobs.read(name))
+
+
+def _opened(store: Store, record: UpdateRecord, order: Order, current: Tensors, version: int) -> Update:
+    opened = open_update(store.blobs.read(record.payload), schema_of(current), method=order.compression)
+    base = None
+    if opened.absolute and record.base != version:  # late weights: only their difference to what they started from counts
+        started = store.version(record.block, record.base)
+        base = current if started is None else _tensors(store.blobs, started.weights)
+    return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)
+
+
+def _put(blobs: Blobs, tensors: Mapping[str, object] | None) -> Blob | None:
+    if tensors is None:
+        return None
+    content = pack(tensors)  # type: ignore[arg-type]
+    return Blob(sha256=blobs.put(content), length=len(content))
+
+
+def _loss(used: Sequence[Candidate], submissions: Sequence[tuple[Submission, Order]]) -> float:
+    return sum(c.share * s.loss_after for c, (s, _) in zip(used, submissions, strict=True))

@@ -1,0 +1,83 @@
+"""One of the worker processes of `blocktrain train`: the same loop as everywhere, on this machine's own coordinator."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.coordination.client import HttpClient
+from blocktrain.coordination.slots import own_identity
+from blocktrain.coordination.worker import Machine, Worker
+from blocktrain.errors import RunError
+from blocktrain.learning.local import REPORT_SECONDS, peak_mb
+from blocktrain.learning.train import pick_device
+from blocktrain.processes import Channel
+
+AWAY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker process finds its coordinator, and what it may use."""
+
+    url: str
+    token: str
+    cache: Path
+    device: str
+    threads: int
+    steps: int  # of each block
+
+
+def work(channel: Channel, seat: Seat) -> None:
+    """The work of one process: whatever the coordinator has for it, until the run is finished."""
+    torch.set_num_threads(seat.threads)
+    client = HttpClient(seat.url, seat.token)
+    machine = Machine(str(pick_device(seat.device)))
+    reporter = Reporter(channel, seat.steps)
+    with own_identity(seat.cache) as identity:
+        Worker(client, seat.cache, identity, machine, reporter.told, shared=True).run(lambda: channel.stopped or reporter.deserted)
+    if reporter.deserted:
+        raise RunError("the coordinator in the main process does not answer any more; continue with --resume")
+
+
+@dataclass
+class Reporter:
+    """Turns a worker's events into those of the run folder."""
+
+    channel: Channel
+    steps: int
+    block: int = 0
+    began: float = 0.0
+    said: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    away: float | None = None
+
+    @property
+    def deserted(self) -> bool:
+        """Whether the coordinator, which is on this very machine, was silent for too long."""
+        return self.away is not None and time.monotonic() - self.away > AWAY_SECONDS
+
+    def told(self, kind: str, /, **fields: Any) -> None:
+        """Something happened. The channel is for one thread: what comes from others is not passed on."""
+        if kind in ("away", "back"):
+            self.away = time.monotonic() if kind == "away" else None
+        elif kind == "fresh":
+            self.channel.send(**fields, kind="state_lost")
+        elif kind == "task" and fields["block"] != self.block:
+            self.block, self.began, self.losses = fields["block"], time.monotonic(), []
+            with suppress(OSError):  # the kernel's mark of the most memory starts again with every block, where it can
+                Path("/proc/self/clear_refs").write_text("5")
+        elif kind == "step":
+            self.losses.append(fields["loss"])
+            now = time.monotonic()
+            if now - self.said > REPORT_SECONDS or fields["step"] == self.steps:
+                self.channel.send(kind="step", block=self.block, step=fields["step"], loss=sum(self.losses) / len(self.losses))
+                self.said, self.losses = now, []
+        elif kind == "accepted" and fields["step"] == self.steps:
+            seconds = round(time.monotonic() - self.began, 1)
+            self.channel.send(kind="block_done", block=fields["block"], step=self.steps, seconds=seconds, peak_mb=peak_mb())

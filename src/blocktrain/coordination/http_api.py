@@ -1,0 +1,245 @@
+"""Routes to coordinator methods, errors to status codes, limits at the door. Nothing is decided here.
+
+Before a body is read: token, exact length, no encoding, size, how many are being served. While it is read: an absolute deadline
+with a minimum rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from blocktrain.coordination.blobs import is_name
+from blocktrain.coordination.coordinator import Coordinator
+from blocktrain.errors import BlockTrainError
+from blocktrain.protocol import messages as m
+from blocktrain.protocol.refusals import Code, Refused
+
+TICK_SECONDS = 0.2
+BODY_SECONDS = 10.0
+MIN_RATE = 16 << 10  # bytes a second; slower bodies are given up
+MAX_SERVED = 256  # requests at a time
+MAX_FROM_ONE = 64  # of them from one address
+_RANGE = re.compile(r"bytes=([0-9]{1,16})-([0-9]{0,16})\Z")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass
+class Door:
+    """Who may come in, and how many at a time."""
+
+    token: str = ""
+    operator_token: str = ""
+    served: Counter[str] = field(default_factory=Counter)
+
+    def check(self, request: Request, *, operator: bool) -> None:
+        """Refuse a request without its token (to join needs none where none is set); the operator's opens every door."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        is_operator = bool(self.operator_token) and hmac.compare_digest(given, self.operator_token.encode())
+        if not is_operator and (operator or (self.token and not hmac.compare_digest(given, self.token.encode()))):
+            raise Refused(Code.BAD_TOKEN)
+
+    def enter(self, address: str) -> None:
+        """Refuse when too many are being served already."""
+        if self.served.total() >= MAX_SERVED:
+            raise Refused(Code.BUSY)
+        if self.served[address] >= MAX_FROM_ONE:
+            raise Refused(Code.TOO_MANY_REQUESTS)
+        self.served[address] += 1
+
+    def leave(self, address: str) -> None:
+        """Make room."""
+        self.served[address] -= 1
+        if not self.served[address]:
+            del self.served[address]
+
+
+def build_app(
+    coordinator: Coordinator, token: str = "", operator_token: str = "", on_fatal: Callable[[BlockTrainError], None] = lambda _: None
+) -> Starlette:
+    """The HTTP face of a coordinator. `on_fatal` is told when a write failed: then nothing may be acknowledged any more."""
+    api = _Api(coordinator, Door(token, operator_token), on_fatal)
+    routes = [
+        Route("/healthz", api.health, methods=["GET"]),
+        Route("/v1/run", api.guarded(api.manifest), methods=["GET"]),
+        Route("/v1/join", api.guarded(partial(api.call, m.Join, coordinator.join)), methods=["POST"]),
+        Route("/v1/tasks", api.guarded(partial(api.call, m.TaskRequest, coordinator.next_task)), methods=["POST"]),
+        Route("/v1/heartbeat", api.guarded(partial(api.call, m.Heartbeat, coordinator.heartbeat)), methods=["POST"]),
+        Route("/v1/updates", api.guarded(partial(api.call, m.Submission, coordinator.submit)), methods=["POST"]),
+        Route("/v1/uploads/{task}", api.guarded(api.upload_state), methods=["GET"]),
+        Route("/v1/uploads/{task}/{index}", api.guarded(api.put_chunk), methods=["PUT"]),
+        Route("/v1/blobs/{name}", api.guarded(api.blob), methods=["GET"]),
+        Route("/v1/status", api.guarded(api.status), methods=["GET"]),
+        Route("/v1/ledger", api.guarded(api.ledger), methods=["GET"]),
+        Route("/v1/kick", api.guarded(partial(api.call, m.Kick, coordinator.kick), operator=True), methods=["POST"]),
+        Route("/{anything:path}", api.guarded(_nowhere), methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
+    ]
+    return Starlette(routes=routes, lifespan=api.lifespan)
+
+
+async def _nowhere(request: Request) -> Response:
+    raise Refused(Code.NOT_FOUND, f"{request.method} {request.url.path[:80]}")
+
+
+class _Api:
+    def __init__(self, coordinator: Coordinator, door: Door, on_fatal: Callable[[BlockTrainError], None]) -> None:
+        self.coordinator, self.door, self.on_fatal = coordinator, door, on_fatal
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Deadlines pass also when nobody calls."""
+        ticking = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                await run_in_threadpool(self.coordinator.tick)
+            except BlockTrainError as error:
+                self.on_fatal(error)
+                return
+            await asyncio.sleep(TICK_SECONDS)
+
+    def guarded(self, handler: Handler, *, operator: bool = False) -> Handler:
+        """The handler behind the door, with every error as a refusal."""
+
+        async def answer(request: Request) -> Response:
+            address = request.client.host if request.client else ""
+            try:
+                self.door.check(request, operator=operator)
+                self.door.enter(address)
+                try:
+                    return await handler(request)
+                finally:
+                    self.door.leave(address)
+            except Refused as error:
+                return self._refusal(error)
+            except BlockTrainError as error:  # not stored, damaged on the disk, or not as it was left: only a new start helps
+                self.on_fatal(error)
+                return self._refusal(Refused(Code.STORAGE_FAILED))
+            except ClientDisconnect:
+                return Response(status_code=400)
+
+        return answer
+
+    def _refusal(self, error: Refused) -> Response:
+        self.coordinator.live.recall.refused(error.code)
+        retry = 1.0 if error.code in (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED) else None
+        # Some of the body may be unread: the connection cannot be used again.
+        headers = {"Connection": "close"} if error.code in _UNREAD else {}
+        return _json(m.refusal(error, retry), error.rule.status, headers)
+
+    async def health(self, _: Request) -> Response:
+        """Up, and whether the run is there; needs no token."""
+        return JSONResponse({"ok": True, "ready": self.coordinator.ready, "finished": self.coordinator.finished is not None})
+
+    async def call(self, kind: type[m.Message], method: Callable[[Any], m.Message | None], request: Request) -> Response:
+        """A message in, a message out."""
+        content = await _body(request, m.MAX_JSON)
+        message = m.read(kind, content)
+        reply = await run_in_threadpool(method, message)
+        return self._answer(reply, len(content), getattr(message, "worker", ""))
+
+    async def manifest(self, _: Request) -> Response:
+        """GET /v1/run."""
+        return self._answer(await run_in_threadpool(self.coordinator.manifest))
+
+    async def status(self, _: Request) -> Response:
+        """GET /v1/status."""
+        return self._answer(await run_in_threadpool(self.coordinator.status))
+
+    async def ledger(self, request: Request) -> Response:
+        """GET /v1/ledger?after=N."""
+        after = _number(request.query_params.get("after", "0"), "after")
+        return self._answer(await run_in_threadpool(self.coordinator.ledger, after))
+
+    async def upload_state(self, request: Request) -> Response:
+        """GET /v1/uploads/{task}."""
+        task = _number(request.path_params["task"], "task")
+        ticket = request.headers.get(m.TICKET_HEADER, "")
+        return self._answer(await run_in_threadpool(self.coordinator.upload_state, task, ticket))
+
+    async def put_chunk(self, request: Request) -> Response:
+        """PUT /v1/uploads/{task}/{index}."""
+        task, index = (_number(request.path_params[name], name) for name in ("task", "index"))
+        ticket, digest = request.headers.get(m.TICKET_HEADER, ""), request.headers.get(m.DIGEST_HEADER, "")
+        await run_in_threadpool(self.coordinator.upload_state, task, ticket)  # before the body: a stranger's bytes are not read
+        content = await _body(request, self.coordinator.live.policy.chunk_bytes)
+        return self._answer(await run_in_threadpool(self.coordinator.put_chunk, task, index, ticket, content, digest))
+
+    async def blob(self, request: Request) -> Response:
+        """GET /v1/blobs/{sha256}, whole or from a byte on."""
+        name = request.path_params["name"]
+        if not is_name(name):
+            raise Refused(Code.NOT_FOUND, "a blob is named by 64 hex digits")
+        path, _ = await run_in_threadpool(self.coordinator.blob_path, name)
+        size = path.stat().st_size
+        headers = {"ETag": f'"{name}"', "Accept-Ranges": "bytes", "Cache-Control": "immutable, max-age=31536000"}
+        start, status = 0, 200
+        if (wanted := request.headers.get("range")) is not None:
+            found = _RANGE.match(wanted)
+            if found is None or found[2] or int(found[1]) >= max(size, 1):
+                raise Refused(Code.MALFORMED, f"Range must be bytes=START- with START below {size}")
+            start, status = int(found[1]), 206
+            headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
+        headers["Content-Length"] = str(size - start)
+        pieces = self.coordinator.blob(name, start, request.headers.get(m.WORKER_HEADER, "")[:32])
+        return StreamingResponse(iterate_in_threadpool(pieces), status, headers, "application/octet-stream")
+
+    def _answer(self, reply: m.Message | None, received: int = 0, worker: str = "") -> Response:
+        response = _json(reply) if reply is not None else JSONResponse({"ok": True})
+        self.coordinator.live.count(0, worker, received, len(response.body))
+        return response
+
+
+_UNREAD = (Code.BAD_TOKEN, Code.TOO_LARGE, Code.TOO_SLOW, Code.LENGTH_REQUIRED, Code.WRONG_ENCODING, Code.STALE_FENCE, Code.UNKNOWN_TASK)
+
+
+def _json(message: m.Message, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(m.write(message), status, headers, "application/json")
+
+
+def _number(text: str, what: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise Refused(Code.MALFORMED, f"{what} is a number")
+    return int(text)
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """Exactly the announced bytes, within the limit and in time."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(Code.WRONG_ENCODING)
+    announced = request.headers.get("content-length")
+    if announced is None:
+        raise Refused(Code.LENGTH_REQUIRED)
+    length = _number(announced, "Content-Length")
+    if length > limit:
+        raise Refused(Code.TOO_LARGE, f"a body of {length} bytes, {limit} are allowed")
+    parts: list[bytes] = []
+    try:
+        async with asyncio.timeout(BODY_SECONDS + length / MIN_RATE):
+            async for part in request.stream():
+                parts.append(part)
+    except TimeoutError:
+        raise Refused(Code.TOO_SLOW, f"{sum(map(len, parts))} of {length} bytes") from None
+    content = b"".join(parts)
+    if len(content) != length:
+        raise Refused(Code.MALFORMED, f"{len(content)} bytes instead of {length}")
+    return content

@@ -1,0 +1,331 @@
+"""The run as it is now: state, store and decisions kept in step. Commits first, then changes what it knows.
+
+The caller holds `lock`. After StorageFailed nothing may be acknowledged any more: the process exits and recovers at its next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from blocktrain.config import Config, make_config
+from blocktrain.coordination import state
+from blocktrain.coordination.blobs import PIECE
+from blocktrain.coordination.closing import Closed, close_round
+from blocktrain.coordination.ledger import Note
+from blocktrain.coordination.policy import Policy, make_policy
+from blocktrain.coordination.recall import Recall
+from blocktrain.coordination.records import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
+from blocktrain.coordination.rounds import advanced, decide, finished, round_length
+from blocktrain.coordination.transitions import changes_between
+from blocktrain.errors import Conflict, RunError, StorageFailed
+from blocktrain.protocol import ledger as facts
+from blocktrain.protocol import messages as m
+from blocktrain.protocol.codec import Schema, schema_of, unpack
+from blocktrain.protocol.identity import Identity
+from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
+
+FLUSH_SECONDS = 2.0
+SPEED_MEMORY = 0.7  # share of the old value in a worker's measured overhead
+
+
+class LiveRun:
+    """One run in the hands of this process."""
+
+    run: facts.RunFacts
+    config: Config
+    policy: Policy
+    options: state.Options
+
+    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float]) -> None:
+        self.store, self.identity, self.clock = store, identity, clock
+        self.lock = threading.RLock()
+        self.began = self._flushed = clock()
+        self.state = state.RunState()
+        self.known: dict[str, WorkerRecord] = {}
+        self.recall = Recall()
+        self.schemas: dict[int, Schema] = {}
+        self.traffic: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.progress: dict[str, m.Heartbeat] = {}  # by worker: what it said last
+        self.reason = ""
+        self.ready = False
+        if (document := store.run()) is not None:
+            self._open(document)
+
+    def begin(self, config: Config, policy: Policy, corpus: str, prepared: Path) -> None:
+        """Create the run from what `prepare` has written: version 0 of every block, and the two parts of the corpus."""
+        blocks = [
+            m.BlockVersion(block=i, version=0, weights=self._store_file(prepared / f"block-{i}.safetensors"))
+            for i in range(1, config.blocks + 1)
+        ]
+        parts = m.Corpus(
+            name=m.as_name(corpus), train=self._store_file(prepared / "train.txt"), valid=self._store_file(prepared / "valid.txt")
+        )
+        run = facts.RunFacts(
+            protocol=m.PROTOCOL,
+            run=self.store.run_id,
+            coordinator=self.identity.public_key,
+            config=config.model_dump(),
+            fingerprint=config.fingerprint,
+            corpus=parts,
+            blocks=tuple(blocks),
+        )
+        document = {**run.model_dump(mode="json", exclude={"run"}), "policy": policy.model_dump(mode="json")}
+        with self.lock:
+            self.store.create_run(document)
+            self._open(document)
+
+    def _store_file(self, path: Path) -> m.Blob:
+        """A file as a blob, in pieces: a corpus may be larger than memory."""
+        with path.open("rb") as file:
+            name = hashlib.file_digest(file, "sha256").hexdigest()
+        with path.open("rb") as file:
+            self.store.blobs.put_stream(iter(lambda: file.read(PIECE), b""), name)
+        return m.Blob(sha256=name, length=path.stat().st_size)
+
+    def _open(self, document: dict[str, Any]) -> None:
+        """Take up a run where its last commit left it."""
+        fields = {**{k: v for k, v in document.items() if k != "policy"}, "run": self.store.run_id}
+        self.run = facts.RunFacts.model_validate_json(json.dumps(fields))
+        if self.run.coordinator != self.identity.public_key:
+            raise RunError("coordinator.pem is not the key that this run began with; restore it from a backup")
+        self.config = make_config(dict(self.run.config))
+        if self.config.fingerprint != self.run.fingerprint:
+            raise RunError("the run's settings mean something else to this version of blocktrain; use the version that it began with")
+        self.policy = make_policy(document["policy"])
+        self.options = self.policy.options(self.config)
+        now = self.clock()
+        for first in self.run.blocks:
+            self.schemas[first.block] = schema_of(unpack(self.store.blobs.read(first.weights.sha256)))
+            if self.store.version(first.block) is None:  # the first start, or a crash right after the run was created
+                record = VersionRecord(first.block, 0, first.weights.sha256, None, 0, 0, None, (), "the beginning")
+                self.store.publish_version(now, record, [], {}, self._version_body(record, None))
+        self.recall.catch_up(self.store)
+        self.state = self.store.recover(now, self.config.blocks if self.config.compose == "fuse" else None)
+        self.known = {w.state.id: w for w in self.store.workers()}
+        self.recall.forget_tasks(set(self.state.leases))
+        self.ready = True
+        self.save(now, self.state, notes=[note("start", facts.StartFacts(epoch=self.store.epoch))])
+        self.tick()
+
+    def close(self) -> None:
+        """Commit the byte counters and let go of the folder."""
+        with self.lock:
+            try:
+                if self.ready:
+                    self.save(self.clock(), self.state)
+            except StorageFailed:
+                pass  # it was said when it happened; the next start recovers
+            finally:
+                self.ready = False
+                self.store.close()
+
+    @property
+    def finished(self) -> str | None:
+        """Why the run is over, or None."""
+        return finished(self.state, self.options) if self.ready else None
+
+    def newest(self, index: int) -> m.BlockVersion:
+        """The newest version of a block."""
+        found = self.version(index)
+        return m.BlockVersion(block=index, version=found.version, weights=self.blob(found.weights))
+
+    def version(self, index: int, number: int | None = None) -> VersionRecord:
+        """A version that must be there."""
+        found = self.store.version(index, number)
+        if found is None:
+            raise RunError(f"version {number} of block {index} is missing; restore the folder from a backup")
+        return found
+
+    def blob(self, name: str) -> m.Blob:
+        """A stored blob as messages name it."""
+        return m.Blob(sha256=name, length=self.store.blobs.size(name))
+
+    def count(self, block: int, worker: str, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Add to the byte counters; they are committed with the next transaction."""
+        with self.lock:
+            counter = self.traffic[block, worker if worker in self.known else ""]
+            counter[0] += bytes_in
+            counter[1] += bytes_out
+
+    def save(self, now: float, after: state.RunState, notes: Sequence[Note] = (), nonces: Sequence[tuple[str, str, float]] = ()) -> None:
+        """Commit the way to a new state; then it is the state."""
+        changes = self._changes(after, notes=notes, nonces=nonces)
+        if changes != Changes():
+            for entry in self.store.save(now, changes):
+                self.recall.follow(entry)
+        self._became(after)
+
+    def _changes(self, after: state.RunState, **more: Any) -> Changes:
+        traffic = [Traffic(block, worker, *counts) for (block, worker), counts in self.traffic.items() if any(counts)]
+        return replace(changes_between(self.state, after, self.known), traffic=traffic, **more)
+
+    def _became(self, after: state.RunState) -> None:
+        """What was just committed is known from now on."""
+        self.state = after
+        self.traffic.clear()
+        for name, worker in after.workers.items():
+            self.known[name] = replace(self.known[name], state=worker)
+        if len(self.recall.orders) > 2 * len(after.leases) + 64:
+            self.recall.forget_tasks(set(after.leases))
+
+    def tick(self) -> None:
+        """Do all that is due: expire leases, extend and close rounds, finish."""
+        with self.lock:
+            if not self.ready:
+                return
+            while True:
+                now = self.clock()
+                actions, self.reason = decide(now, self.state, self.options)
+                for action in actions:
+                    self._act(now, action)
+                if not any(isinstance(action, state.Close) for action in actions):
+                    break
+            if now - self._flushed > FLUSH_SECONDS and self.traffic:
+                self._flushed = now
+                self.save(now, self.state)
+
+    def _act(self, now: float, action: state.Action) -> None:
+        if isinstance(action, state.Close):
+            self._close_round(now, action)
+            return
+        after = state.apply(self.state, action)
+        notes = []
+        if isinstance(action, state.Expire):
+            lease = self.state.leases[action.task]
+            gone = facts.ExpireFacts(worker=lease.worker, task=lease.task, fence=lease.fence, reason=_said(action.reason))
+            notes.append(note("expire", gone))
+        elif isinstance(action, state.Extend | state.CloseEmpty):
+            block = self.state.blocks[action.block]
+            extended = isinstance(action, state.Extend)
+            seconds = action.deadline - now if isinstance(action, state.Extend) else action.length
+            notes.append(
+                note("round", round_facts(action.block, block.version, "extended" if extended else "empty", seconds, action.reason))
+            )
+        elif isinstance(action, state.Finish) and not self.state.stopping:
+            notes.append(note("finish", facts.FinishFacts(reason=_said(action.reason))))
+        if after != self.state or notes:
+            self.save(now, after, notes)
+
+    def _close_round(self, now: float, action: state.Close) -> None:
+        """Merge and publish, or go on without the updates that cannot be merged."""
+        index = action.block
+        parent = self.version(index)
+        closed = close_round(self.store, parent, action.updates, self.recall.waiting, self.policy.merge_options())
+        if closed.weights is None:
+            after = state.left_out(self.state, index, frozenset(closed.dropped))
+            empty = round_facts(index, parent.version, "empty", round_length(self.state.blocks[index], self.options), closed.merged.reason)
+            changes = self._changes(after, dropped=closed.dropped, notes=[note("round", empty, dropped=closed.dropped)])
+            for entry in self.store.save(now, changes):
+                self.recall.follow(entry)
+            self._became(after)
+            return
+        used = frozenset(c.update.id for c in closed.merged.used)
+        block = advanced(self.state.blocks[index], used, closed.loss)
+        momentum = None if closed.momentum is None else closed.momentum.sha256
+        record = VersionRecord(
+            index,
+            block.version,
+            closed.weights.sha256,
+            momentum,
+            block.steps,
+            block.tokens,
+            closed.loss,
+            closed.merged.norms,
+            _said(f"{action.reason}; {closed.merged.reason}"),
+        )
+        after = state.published(self.state, index, block, self.options.max_staleness)
+        body = self._version_body(record, closed)
+        entry = self.store.publish_version(now, record, sorted(used), closed.dropped, body, self._changes(after))
+        self.recall.follow(entry)
+        self._became(after)
+
+    def _version_body(self, record: VersionRecord, closed: Closed | None) -> dict[str, Any]:
+        """VersionFacts; `parent` is added by the store."""
+        options = self.policy.merge_options()
+        used = closed.merged.used if closed else ()
+        made = facts.VersionFacts(
+            block=record.block,
+            version=record.version,
+            parent=None,
+            weights=self.blob(record.weights),
+            momentum=closed.momentum if closed else None,
+            parts=tuple(facts.Part(update=c.update.id, share=c.share, scale=c.scale) for c in used),
+            outer=self.policy.outer,
+            outer_learning_rate=options.outer_learning_rate,
+            outer_momentum=options.outer_momentum,
+            features=closed.features if closed else (),
+            reason=record.reason,
+        )
+        return made.model_dump(mode="json", exclude={"parent"})
+
+    def record(self, now: float, message: m.Submission, update: UpdateRecord, sentence: str) -> bytes:
+        """Write an accepted update, its receipt and everything that follows from it in one transaction."""
+        order = self.recall.orders[message.task]
+        arrived = state.Arrived(update.id, update.worker, update.tokens, update.steps, update.staleness, update.weight)
+        length = round_length(self.state.blocks[message.block], self.options)
+        after = state.arrived(self._timed(message, update), message.task, arrived, now + length, update.seconds)
+        body = facts.UpdateFacts(submission=message, order=order).model_dump(mode="json")
+        nonce = (message.worker, message.nonce, time.time())
+
+        def receipt(entry: Any) -> bytes:
+            return m.write(self._receipt(message, update, sentence, entry.hash))
+
+        try:
+            answer = self.store.record_update(now, update, receipt, body, self._changes(after, nonces=[nonce]))
+        except Conflict as error:
+            raise Refused(Code.REPLAYED, str(error)) from None
+        self.recall.catch_up(self.store)
+        self._became(after)
+        self.store.blobs.drop_chunks(message.task, message.fence)
+        return answer.receipt
+
+    def _timed(self, message: m.Submission, update: UpdateRecord) -> state.RunState:
+        """What this task says about its worker's overhead: the time that was not spent on steps."""
+        worker = self.state.workers[message.worker]
+        if worker.seconds_per_step is None or update.seconds is None:
+            return self.state
+        extra = max(0.0, update.seconds - message.steps * worker.seconds_per_step)
+        overhead = min(SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra, self.options.task_seconds / 2)
+        return state.with_worker(self.state, replace(worker, overhead=overhead))
+
+    def _receipt(self, message: m.Submission, update: UpdateRecord, sentence: str, entry: str) -> m.Receipt:
+        return self.identity.sign(
+            m.Receipt(
+                run=message.run,
+                worker=message.worker,
+                task=message.task,
+                fence=message.fence,
+                block=message.block,
+                base=message.base,
+                payload_sha256=message.payload_sha256,
+                accepted=True,
+                sentence=_said(sentence),
+                update=update.id,
+                staleness=update.staleness,
+                weight=update.weight,
+                entry=entry,
+                time=int(time.time() * 1000),
+            )
+        )
+
+
+def note(kind: str, content: m.Message, **more: Any) -> Note:
+    """Facts as an entry of the ledger."""
+    return Note(kind, {**content.model_dump(mode="json"), **more})
+
+
+def round_facts(block: int, version: int, event: str, seconds: float, reason: str) -> facts.RoundFacts:
+    """A round that did not make a version."""
+    return facts.RoundFacts(block=block, version=version, event=event, seconds=max(0.0, seconds), reason=_said(reason))  # type: ignore[arg-type]
+
+
+def _said(reason: str) -> str:
+    return reason[:MAX_SENTENCE]

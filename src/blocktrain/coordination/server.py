@@ -1,0 +1,139 @@
+"""The process around `http_api`: sockets, TLS, the event loop, and the way out when a write fails."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from blocktrain.coordination.coordinator import Coordinator
+from blocktrain.coordination.http_api import build_app
+from blocktrain.errors import BlockTrainError, ConfigError
+
+HEADER_SECONDS = 15.0
+KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
+
+
+class DeadlineProtocol(HttpToolsProtocol):
+    """uvicorn waits for ever for the end of a request's headers; this one hangs up."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """The clock starts."""
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+    def on_message_begin(self) -> None:
+        """And again with every further request on the connection."""
+        super().on_message_begin()
+        self._stop()
+        self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        """In time."""
+        self._stop()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody to hang up on."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where and how to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    operator_token: str = ""
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class Server:
+    """A coordinator on a socket. `url` is known before the first request."""
+
+    def __init__(self, coordinator: Coordinator, listen: Listen) -> None:
+        self.failure: BlockTrainError | None = None
+        self._socket = _bind(listen.host, listen.port)
+        host, port = self._socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if listen.certificate else 'http'}://{shown}:{port}"
+        app = build_app(coordinator, listen.token, listen.operator_token, self._fail)
+        config = uvicorn.Config(
+            app,
+            http=DeadlineProtocol,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=5,
+            ssl_certfile=listen.certificate,
+            ssl_keyfile=listen.key,
+        )
+        try:
+            config.load()
+        except OSError as error:
+            raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
+        self._server = uvicorn.Server(config)
+
+    def _fail(self, error: BlockTrainError) -> None:
+        """Fail-stop: nothing is acknowledged any more, and the process ends."""
+        self.failure = self.failure or error
+        self._server.should_exit = True
+
+    def run(self) -> None:
+        """Serve until told to stop; raises what made it stop."""
+        self._server.run(sockets=[self._socket])
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self) -> None:
+        """Let `run` return."""
+        self._server.should_exit = True
+
+    @property
+    def started(self) -> bool:
+        """Whether requests are answered."""
+        return self._server.started
+
+
+@contextmanager
+def running(coordinator: Coordinator, listen: Listen) -> Iterator[str]:
+    """Serve in a thread, as long as the block lasts; gives the URL."""
+    server = Server(coordinator, listen)
+    thread = threading.Thread(target=server.run, name="coordinator", daemon=True)
+    thread.start()
+    try:
+        yield server.url  # connections wait in the socket's queue until the loop runs
+    finally:
+        server.stop()
+        thread.join(timeout=10)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port") from None
+    return listening

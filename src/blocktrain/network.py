@@ -1,0 +1,306 @@
+"""The commands that talk: coordinator, worker, status, kick, pull, audit. Parsing and printing only; the work is in `coordination`."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from blocktrain.config import Config, make_config, read_toml
+from blocktrain.coordination.policy import Policy, make_policy
+from blocktrain.errors import ConfigError, Interrupted, RunError
+from blocktrain.files import write_atomic
+from blocktrain.flags import Coordination, Json, Settings, given
+from blocktrain.places import cache_folder, data_folder, new_run_folder
+
+if TYPE_CHECKING:
+    from blocktrain.coordination.client import HttpClient
+    from blocktrain.coordination.coordinator import Coordinator
+    from blocktrain.coordination.server import Server
+
+Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
+Ca = Annotated[Path | None, Parameter(help="Certificate (PEM) that the coordinator's own must be signed by, if it is not a public one.")]
+Yes = Annotated[bool, Parameter(negative=())]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a coordinator listens, and to whom."""
+
+    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = "127.0.0.1:8470"
+    token: Token = ""
+    open: Annotated[
+        bool, Parameter(help="Listen beyond this machine without a token: anyone who finds the address may join.", negative=())
+    ] = False
+    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files) to serve https with.", negative=())] = None
+
+    def parse(self) -> tuple[str, int]:
+        """Host and port, refusing an address that strangers can reach unless there is a token."""
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"--listen {self.listen!r} is not host:port, for example 127.0.0.1:8470")
+        host = host.strip("[]")
+        if not self.token and not self.open and not _loopback(host):
+            raise ConfigError(f"{host} can be reached from other machines: give --token SECRET (or --open to let anyone join)")
+        return host, int(port)
+
+
+def coordinator(
+    *,
+    data: str | None = None,
+    out: Path | None = None,
+    address: Annotated[Address | None, Parameter(name="*")] = None,
+    config: Path | None = None,
+    exit_: Annotated[bool, Parameter(name="--exit", negative=())] = False,
+    settings: Settings = None,
+    coordination: Coordination = None,
+    json_: Json = False,
+) -> None:
+    """Coordinate a run: hand out tasks, merge updates, publish versions. Workers join with the command that it prints.
+
+    Everything is in the folder --out: stop it, start it again with the same folder, and the run goes on. It needs no GPU.
+
+    Parameters
+    ----------
+    data
+        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder. Workers get it from here.
+    out
+        The folder of the run; by default a new one under runs/. One that holds a run is continued.
+    config
+        A TOML file with settings, `data`, and a table [coordination]; flags win over it.
+    exit_
+        Leave when the run is finished, instead of staying for `pull` and `status`.
+    """
+    from blocktrain.coordination.coordinator import open_coordinator
+    from blocktrain.coordination.server import Listen, Server
+
+    where = address or Address()
+    host, port = where.parse()
+    asked = _asked(config, data, given(settings), given(coordination))
+    folder = out or new_run_folder(asked[2])
+    running = open_coordinator(folder)
+    try:
+        _require_same_run(running, asked, folder, bool(config or data or given(settings) or given(coordination)))
+        operator = _operator_token(folder)
+        certificate, key = where.tls or (None, None)
+        server = Server(running, Listen(host, port, where.token, operator, certificate, key))
+        _announce(server.url, folder, where.token, json_)
+        _serve(running, server, asked, exit_)
+    finally:
+        running.close()
+
+
+def _asked(config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]) -> tuple[Config, Policy, str]:
+    from_file = read_toml(config) if config else {}
+    corpus = data or str(from_file.pop("data", "stdlib"))
+    from_file.pop("data", None)
+    coordination = from_file.pop("coordination", {})
+    if not isinstance(coordination, dict):
+        raise ConfigError("[coordination] is a table of settings")
+    return make_config({**from_file, **settings}), make_policy({**coordination, **policy}), corpus
+
+
+def _require_same_run(running: Coordinator, asked: tuple[Config, Policy, str], folder: Path, named: bool) -> None:
+    if running.ready and named and (running.live.config, running.live.policy) != asked[:2]:
+        raise ConfigError(f"{folder} holds a run with other settings; leave the settings out to continue it, or choose another --out")
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _operator_token(folder: Path) -> str:
+    """Made once, kept in the folder, readable by its owner alone."""
+    path = folder / "operator.token"
+    if not path.exists():
+        write_atomic(path, secrets.token_urlsafe(24).encode())
+        path.chmod(0o600)
+    return path.read_text(encoding="ascii").strip()
+
+
+def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
+    from blocktrain.terminal import console
+
+    join = f"blocktrain worker {url}" + (f" --token {token}" if token else "")
+    if json_:
+        print(json.dumps({"url": url, "folder": str(folder), "join": join}), flush=True)
+    console.print(f"run folder [bold]{folder}[/]\njoin with   [bold]{join}[/]\nwatch with  blocktrain status {url} --watch", soft_wrap=True)
+
+
+def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], leave: bool) -> None:
+    """Answer in a thread from the first moment; prepare the run beside it; tell what happens until stopped."""
+    import threading
+
+    from blocktrain.coordination.watching import Watch
+
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve, name="server", daemon=True)
+    thread.start()
+    try:
+        if not running.ready:
+            _prepare(running, *asked)
+        watch = Watch(running)
+        while thread.is_alive():
+            thread.join(timeout=0.5)
+            if watch.tell() and leave:
+                time.sleep(2 * running.live.options.poll)  # waiting workers ask once more and are told that it is over
+                break
+    except KeyboardInterrupt:
+        pass  # everything is on the disk
+    finally:
+        server.stop()
+        thread.join(timeout=10)
+    if failures:
+        raise failures[0]
+
+
+def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:
+    """Version 0 and the corpus, made in a process of its own: it needs torch, the coordinator does not."""
+    from blocktrain.coordination.preparing import CorpusPlace, prepare_in_process
+
+    with tempfile.TemporaryDirectory(dir=running.live.store.blobs.folder, prefix="prepare-") as folder:
+        prepare_in_process(config, CorpusPlace(data, data_folder(), cache_folder()), Path(folder))
+        running.begin(config, policy, data, Path(folder))
+
+
+def worker(
+    url: str,
+    *,
+    token: Token = "",
+    device: str = "auto",
+    memory: str = "",
+    name: str = "",
+    cache: Path | None = None,
+    ca: Ca = None,
+    json_: Json = False,
+) -> None:
+    """Join a run and train one of its blocks. Dials out only; may be stopped and started at any time.
+
+    Ctrl-C finishes the task first; twice leaves at once. Nothing that was acknowledged is lost either way.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address, as it printed it.
+    device
+        cpu, cuda, cuda:N, mps, or auto (the best there is).
+    memory
+        What training may use, for example 4GB; a block that needs more is refused.
+    name
+        What `status` calls this machine.
+    cache
+        Folder for the corpus, weights and the state between tasks; by default ~/.cache/blocktrain.
+    """
+    from blocktrain.coordination.worker_command import WorkerOptions, run_worker
+
+    options = WorkerOptions(url, token, device, memory, name, cache or cache_folder(), ca, json_)
+    sys.exit(run_worker(options))
+
+
+def status(url: str, *, watch: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+    """Blocks, rounds, workers and bytes of a run.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    watch
+        Stay, and show it again every two seconds (with --json: one object a line).
+    """
+    from blocktrain.coordination.watching import show_status
+
+    client = _client(url, token, ca)
+    try:
+        show_status(client, watch=watch, as_json=json_)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped watching") from None
+    finally:
+        client.close()
+
+
+def kick(url: str, worker: str, *, token: Token = "", reason: str = "", ca: Ca = None) -> None:
+    """Remove a worker from a run: its open tasks are free at once, and its key cannot join again.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    worker
+        The worker's id, or the beginning of it, as `status` shows it.
+    token
+        The operator's token: the content of operator.token in the coordinator's folder.
+    reason
+        Why; it is kept in the ledger.
+    """
+    from blocktrain.coordination.watching import kick_worker
+
+    client = _client(url, token, ca)
+    try:
+        print(f"kicked {kick_worker(client, worker, reason)}")
+    finally:
+        client.close()
+
+
+def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+    """Fetch the composed model of a run, running or finished, into a folder for `evaluate` and `generate`.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    out
+        The run folder to make.
+    """
+    from blocktrain.coordination.pull import pull as pull_run
+    from blocktrain.terminal import console
+
+    client = _client(url, token, ca)
+    try:
+        chosen = pull_run(client, out, told=lambda what: console.print(f"[dim]{what}[/]"))
+    finally:
+        client.close()
+    if json_:
+        print(json.dumps({"run": str(out), "versions": chosen.summary}))
+        return
+    made = ", ".join(f"{name} version {version}" for name, version in chosen.summary.items())
+    console.print(f"{made}\nevaluate   blocktrain evaluate {out}\nwrite      blocktrain generate {out} --prompt 'The '", highlight=False)
+
+
+def audit(where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+    """Recompute every version of a run from its public record; find updates that were lost, counted twice or never sent.
+
+    Parameters
+    ----------
+    where
+        A coordinator's folder (also while it runs) or its address.
+    retrain
+        Also train every update again, on one thread: takes as long as the workers took together.
+    """
+    from blocktrain.coordination.watching import audit_run
+
+    if not audit_run(where, token, ca, retrain=retrain, as_json=json_):
+        raise RunError("the audit found something; see above")
+
+
+def _client(url: str, token: str, ca: Path | None) -> HttpClient:
+    from blocktrain.coordination.client import HttpClient
+
+    return HttpClient(url, token, ca=ca)

@@ -1,0 +1,54 @@
+"""Where things are on this machine, by the environment: corpora, the cache, run folders, cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blocktrain.errors import RunError
+
+if TYPE_CHECKING:
+    from blocktrain.learning.data import Source
+
+RUNS = Path("runs")
+
+
+def cache_folder() -> Path:
+    """For what can be fetched or made again."""
+    named = os.environ.get("BLOCKTRAIN_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "blocktrain"
+
+
+def data_folder() -> Path | None:
+    """Where named corpora are, if anywhere."""
+    named = os.environ.get("BLOCKTRAIN_DATA")
+    return Path(named) if named else None
+
+
+def source(data: str) -> Source:
+    """Where the corpus of a command is."""
+    from blocktrain.learning.data import Source
+
+    return Source(data, data_folder(), cache_folder())
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def new_run_folder(data: str) -> Path:
+    """The next number under runs/."""
+    name = Path(data).stem or "run"
+    taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
+    number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
+    return RUNS / f"{number:03}-{name}"
+
+
+def newest_unfinished() -> Path:
+    """The run folder to resume when none is named."""
+    found = [p.parent for p in RUNS.glob("*/config.toml") if not (p.parent / "result.json").exists()]
+    if not found:
+        raise RunError("no unfinished run under runs/; name one with --out RUN")
+    return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)
