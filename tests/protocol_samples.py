@@ -71,6 +71,7 @@ SUBMISSION = Submission(
     tokens=81920,
     loss_before=2.5,
     loss_after=0.00001,
+    seconds=12.5,
     continued=Lineage(optimizer=5),
     lineage="6a" * 32,
     nonce=NONCE,

@@ -14,7 +14,19 @@ ROOT = Path(blocktrain.config.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 GROUND = {"errors", "config", "events", "files", "processes"}
-FLOORS = {"protocol": 1, "learning": 1, "terminal": 1, "coordination": 2, "serving": 2, "report": 2, "places": 2, "bench": 3, "flags": 3, "network": 4, "cli": 5}
+FLOORS = {
+    "protocol": 1,
+    "learning": 1,
+    "terminal": 1,
+    "coordination": 2,
+    "serving": 2,
+    "report": 2,
+    "places": 2,
+    "bench": 3,
+    "flags": 3,
+    "network": 4,
+    "cli": 5,
+}
 READERS = ("cli.py", "places.py")  # of arguments and environment
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -70,6 +82,26 @@ def test_nothing_imports_the_package_root(name: str) -> None:
     for node in ast.walk(TREES[name]):
         assert not (isinstance(node, ast.ImportFrom) and node.module == "blocktrain"), f"{name}:{node.lineno}"
         assert not (isinstance(node, ast.Import) and "blocktrain" in [alias.name for alias in node.names]), f"{name}:{node.lineno}"
+
+
+def test_the_control_plane_does_not_know_torch() -> None:
+    light = {
+        "coordinator",
+        "live",
+        "admission",
+        "closing",
+        "recall",
+        "overview",
+        "http_api",
+        "server",
+        "client",
+        "store",
+        "merge",
+        "rounds",
+    }
+    for name in light:
+        found = [full for full in imports(TREES[f"coordination/{name}.py"]) if full.startswith(("torch", "blocktrain.learning"))]
+        assert not found, name
 
 
 def test_learning_knows_nothing_of_the_wire() -> None:

@@ -75,6 +75,14 @@ def test_exact_fusion_waits_for_the_others_to_be_done() -> None:
     assert fusion_open(replace(half, blocks={1: BlockState(steps=50), 2: BlockState(fusion=True)}), options, 2)
 
 
+@pytest.mark.parametrize(
+    ("others", "fusion", "is_open"), [(49, 0, False), (50, 0, True), (60, 20, False), (75, 20, True), (99, 50, False), (100, 50, True)]
+)
+def test_fusion_stays_behind_blocks_that_still_move(others: int, fusion: int, is_open: bool) -> None:
+    run = RunState(blocks={1: BlockState(steps=others), 2: BlockState(steps=100), 3: BlockState(steps=fusion, fusion=True)})
+    assert fusion_open(run, Options(budget_steps=100), 3) == is_open
+
+
 SIZE_TABLE = [
     # name, options, seconds left, seconds per step, overhead -> steps
     ("wanted time", DEFAULT, 1000.0, 0.5, 0.0, 40),

@@ -23,15 +23,15 @@ CANONICAL = (
     '{"base":3,"block":2,"chunks":3,"continued":{"optimizer":5,"residual":null},"fence":2,"lineage":"6a6a6a6a6a6a6a6a6a6a6a6a'
     '6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a6a","loss_after":1e-05,"loss_before":2.5,"nonce":"2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c2c'
     '","payload_length":3000000,"payload_sha256":"4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e4e","run":"0a'
-    '0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a","steps":40,"task":7,"time":1790000000000,"tokens":81920,"worker":"1b1b1b1b1b1b1b1b1b1b1b'
+    '0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a","seconds":12.5,"steps":40,"task":7,"time":1790000000000,"tokens":81920,"worker":"1b1b1b1b1b1b1b1b1b1b1b'
     '1b1b1b1b1b"}'
 )
 PUBLIC = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
 WORKER_ID = "56475aa75463474c0285df5dbf2bcab7"
 SIGNATURE = (
-    "6b36b08bc1020143d9b0fff477fcdfb9be97126016d4a986ca05646dea92c412de97146bca98caa4879e0a8cd40eeb2bd140101641806c1c80878c198a9b340d"
+    "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
 )
-DIGEST = "0cb2395a413f9448ffb9568897a9010b43ebac489231bbd6c66f6097cf72e8d1"
+DIGEST = "a91982190ab2b64c82ba10c89774c14729fe6a32673b60f9aad2f469df8081c1"
 LINEAGE = "7bda95b77b8150312da2c8fe3a0a5c5a5abf576b289338dd17a16c590c4b9257"
 ENTRY = "47d1c327e5b8de2887e2eebde5bc63df26ed5477911cf2f18f9d894a6621c96e"
 

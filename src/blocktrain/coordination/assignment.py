@@ -67,13 +67,17 @@ def _others(now: float, state: RunState, options: Options, worker: WorkerState, 
 
 
 def fusion_open(state: RunState, options: Options, index: int) -> bool:
-    """Whether the others are far enough for the fusion block to begin; without a budget: as soon as each has a version."""
+    """Whether the others are far enough for the fusion block to go on; without a budget: as soon as each has a version.
+
+    Until they are done it stays behind them by the share at which it began: the rest of its training reads finished blocks.
+    """
     if not state.blocks[index].fusion:
         return True
     others = [i for i, block in state.blocks.items() if not block.fusion]
     if not (options.budget_rounds or options.budget_steps or options.budget_tokens):
         return all(state.blocks[i].version > 0 for i in others)
-    return all(spent(state, options, i) >= options.fusion_start for i in others)
+    least = min(spent(state, options, i) for i in others)
+    return least >= 1 or spent(state, options, index) <= least - options.fusion_start
 
 
 @dataclass(frozen=True)

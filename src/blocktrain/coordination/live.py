@@ -288,13 +288,13 @@ class LiveRun:
         return answer.receipt
 
     def _timed(self, message: m.Submission, update: UpdateRecord) -> state.RunState:
-        """What this task says about its worker's overhead: the time that was not spent on steps."""
+        """What this task says about its worker: how long a step takes, and what time goes into everything else."""
         worker = self.state.workers[message.worker]
-        if worker.seconds_per_step is None or update.seconds is None:
+        if update.seconds is None or not 0 < message.seconds <= update.seconds:
             return self.state
-        extra = max(0.0, update.seconds - message.steps * worker.seconds_per_step)
+        extra = update.seconds - message.seconds
         overhead = min(SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra, self.options.task_seconds / 2)
-        return state.with_worker(self.state, replace(worker, overhead=overhead))
+        return state.with_worker(self.state, replace(worker, seconds_per_step=message.seconds / message.steps, overhead=overhead))
 
     def _receipt(self, message: m.Submission, update: UpdateRecord, sentence: str, entry: str) -> m.Receipt:
         return self.identity.sign(

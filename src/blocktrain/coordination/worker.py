@@ -149,6 +149,7 @@ class Worker:
                 todo = self._line.insist(self._ask, self._stopped)
             if isinstance(todo, m.Wait) and todo.code == "finished":
                 self._answer()
+                self._line.leave()
                 return todo.reason
             try:
                 todo = self._idle(todo) if isinstance(todo, m.Wait) else self._do(todo)
@@ -217,14 +218,15 @@ class Worker:
                 if pulse.over or not self._still_good(desk):
                     self._told("abandoned", task=order.task, reason=pulse.over or "the update that it continues was refused")
                     return None
-        self._speed = order.steps / max(time.monotonic() - began, 1e-9)
+        seconds = max(time.monotonic() - began, 1e-9)
+        self._speed = order.steps / seconds
         self._answer(desk)  # the residual of the update before must be known before this one is compressed
         if not self._still_good(desk):
             self._told("abandoned", task=order.task, reason="the update that it continues was refused")
             return None
-        return self._finish(task, desk, folder, losses)
+        return self._finish(task, desk, folder, losses, seconds)
 
-    def _finish(self, task: m.Task, desk: Desk, folder: BlockFolder, losses: list[float]) -> Delivery:
+    def _finish(self, task: m.Task, desk: Desk, folder: BlockFolder, losses: list[float], seconds: float) -> Delivery:
         order, continued = task.order, desk.continued
         after, payload = desk.finish(order)
         submission = m.Submission(
@@ -241,6 +243,7 @@ class Worker:
             tokens=order.steps * self.config.batch * self.config.context,
             loss_before=losses[0],
             loss_after=losses[-1],
+            seconds=seconds,
             continued=continued,
             lineage=after.facts.lineage or "",
             nonce=new_nonce(),

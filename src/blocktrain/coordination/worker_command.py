@@ -125,7 +125,8 @@ class JsonLines:
                 if now - self._said < REPORT_SECONDS and fields["step"] < fields["of"]:
                     return
                 self._said = now
-            print(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}), flush=True)
+            line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n"
+            print(line, end="", flush=True)  # in one piece: a signal may end the work between a line and its end
 
 
 class Screen:

@@ -284,6 +284,8 @@ class Submission(Signed):
     """Mean loss of the first step."""
     loss_after: Loss
     """Mean loss of the last step."""
+    seconds: Seconds = 0.0
+    """Spent on the steps alone, by the worker's clock; 0 is not measured. Only its own next tasks are sized by it."""
     continued: Lineage
     """What the worker really continued; it may have lost what the task names."""
     lineage: Sha256
