@@ -17,7 +17,7 @@ train: install
 	$(VENV)/bin/blocktrain train
 
 test: install lint
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n auto --dist loadfile
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,9 @@ def trained(corpus: Corpus) -> Model:
 def _one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """Ctrl-C must reach what tests start, also where the suite runs in the background and is deaf to it itself."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

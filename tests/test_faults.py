@@ -349,14 +349,22 @@ def test_a_coordinator_answers_soon_and_never_loads_torch(tmp_path: Path, proces
     process.start()
     url = until(process.lines, "its address", process)[0]["url"]
     until(lambda: _answers(url), "an answer", process)
-    assert time.monotonic() - process.started < 20  # 1 s on a machine that has nothing else to do
-    until(lambda: healthy(url), "a run", process)
     assert process.running is not None
+    took = processor_seconds(process.running.pid)
+    print(f"the first answer came after {time.monotonic() - process.started:.1f} s, {took:.1f} s of them on a processor")
+    assert took < 5, "a few seconds, however busy the machine is"
+    until(lambda: healthy(url), "a run", process)
     loaded = Path(f"/proc/{process.running.pid}/maps").read_text()
     assert "python" in loaded and "torch" not in loaded
     worker = FakeWorker(HttpClient(url, timeout=PATIENCE))
     assert worker.joined().base == 0
     assert process.end(signal.SIGINT) == 0, process.errors()
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process, so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _answers(url: str) -> bool:

@@ -271,6 +271,6 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=10, stateful_step_count=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 TestEveryOrderOfEvents = Machine.TestCase

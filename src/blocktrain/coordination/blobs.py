@@ -177,6 +177,14 @@ class Blobs:
         with self._uploading:
             shutil.rmtree(self._upload(task, fence), ignore_errors=True)
 
+    def keep_uploads(self, wanted: set[tuple[int, int]]) -> None:
+        """Forget all uploads but those of these (task, fence)."""
+        names = {self._upload(task, fence).name for task, fence in wanted}
+        with self._uploading:
+            for folder in self._uploads.iterdir():
+                if folder.name not in names:
+                    shutil.rmtree(folder, ignore_errors=True)
+
     def _upload(self, task: int, fence: int) -> Path:
         if not (isinstance(task, int) and isinstance(fence, int) and task >= 0 and fence >= 0):
             raise Conflict("an upload is named by two small integers")

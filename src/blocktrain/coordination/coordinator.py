@@ -317,6 +317,8 @@ class Coordinator:
 
     def _leave(self, now: float, worker: str) -> m.Wait:
         """A worker goes of its own will: nobody waits for it."""
+        known = self._live.state.workers[worker]
+        self._live.save(now, state.with_worker(self._live.state, replace(known, block=None)))  # after a restart it is still gone
         self._live.save(now, state.without_worker(self._live.state, worker))
         self._live.tick()
         return m.Wait(seconds=0.0, code="finished", reason="you have left; join again at any time")

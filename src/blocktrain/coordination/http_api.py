@@ -1,7 +1,7 @@
 """Routes to coordinator methods, errors to status codes, limits at the door. Nothing is decided here.
 
-Before a body is read: token, exact length, no encoding, size, how many are being served. While it is read: an absolute deadline
-with a minimum rate.
+Before a body is read: token, exact length, no encoding, size, how many are here. While it is read: an absolute deadline with a
+minimum rate; answers have one too, in `server`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import hmac
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from blocktrain.coordination.blobs import is_name
 from blocktrain.coordination.coordinator import Coordinator
@@ -31,8 +32,9 @@ from blocktrain.protocol.refusals import Code, Refused
 TICK_SECONDS = 0.2
 BODY_SECONDS = 10.0
 MIN_RATE = 16 << 10  # bytes a second; slower bodies are given up
-MAX_SERVED = 256  # requests at a time
-MAX_FROM_ONE = 64  # of them from one address
+MAX_SERVED = 256  # requests at a time that the coordinator works on
+MAX_MOVING = 1024  # requests at a time whose bytes are on the line, in either direction
+MAX_FROM_ONE = 64  # of both together, from one address
 _RANGE = re.compile(r"bytes=([0-9]{1,16})-([0-9]{0,16})\Z")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -45,6 +47,7 @@ class Door:
     token: str = ""
     operator_token: str = ""
     served: Counter[str] = field(default_factory=Counter)
+    moving: Counter[str] = field(default_factory=Counter)
 
     def check(self, request: Request, *, operator: bool) -> None:
         """Refuse a request without its token (to join needs none where none is set); the operator's opens every door."""
@@ -54,18 +57,33 @@ class Door:
             raise Refused(Code.BAD_TOKEN)
 
     def enter(self, address: str) -> None:
-        """Refuse when too many are being served already."""
-        if self.served.total() >= MAX_SERVED:
+        """Refuse when too many are here already."""
+        if self.served.total() >= MAX_SERVED or self.moving.total() >= MAX_MOVING:
             raise Refused(Code.BUSY)
-        if self.served[address] >= MAX_FROM_ONE:
+        if self.served[address] + self.moving[address] >= MAX_FROM_ONE:
             raise Refused(Code.TOO_MANY_REQUESTS)
         self.served[address] += 1
 
     def leave(self, address: str) -> None:
         """Make room."""
-        self.served[address] -= 1
-        if not self.served[address]:
-            del self.served[address]
+        _take(self.served, address)
+
+    @contextmanager
+    def on_the_line(self, address: str) -> Iterator[None]:
+        """While bytes come or go: a slow line does not take the place of somebody who could be served."""
+        _take(self.served, address)
+        self.moving[address] += 1
+        try:
+            yield
+        finally:
+            _take(self.moving, address)
+            self.served[address] += 1
+
+
+def _take(counter: Counter[str], address: str) -> None:
+    counter[address] -= 1
+    if not counter[address]:
+        del counter[address]
 
 
 def build_app(
@@ -117,29 +135,24 @@ class _Api:
                 return
             await asyncio.sleep(TICK_SECONDS)
 
-    def guarded(self, handler: Handler, *, operator: bool = False) -> Handler:
-        """The handler behind the door, with every error as a refusal."""
+    def guarded(self, handler: Handler, *, operator: bool = False) -> ASGIApp:
+        """The handler behind the door."""
+        return _Guarded(self, handler, operator)
 
-        async def answer(request: Request) -> Response:
-            address = request.client.host if request.client else ""
-            try:
-                self.door.check(request, operator=operator)
-                self.door.enter(address)
-                try:
-                    return await handler(request)
-                finally:
-                    self.door.leave(address)
-            except Refused as error:
-                return self._refusal(error)
-            except BlockTrainError as error:  # not stored, damaged on the disk, or not as it was left: only a new start helps
-                self.on_fatal(error)
-                return self._refusal(Refused(Code.STORAGE_FAILED))
-            except ClientDisconnect:
-                return Response(status_code=400)
+    async def answer(self, handler: Handler, request: Request) -> Response:
+        """What a handler says, with every error as a refusal."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            return self.refusal(error)
+        except BlockTrainError as error:  # not stored, damaged on the disk, or not as it was left: only a new start helps
+            self.on_fatal(error)
+            return self.refusal(Refused(Code.STORAGE_FAILED))
+        except ClientDisconnect:
+            return Response(status_code=400)
 
-        return answer
-
-    def _refusal(self, error: Refused) -> Response:
+    def refusal(self, error: Refused) -> Response:
+        """A no, counted."""
         self.coordinator.live.recall.refused(error.code)
         retry = 1.0 if error.code in (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED) else None
         # Some of the body may be unread: the connection cannot be used again.
@@ -152,7 +165,7 @@ class _Api:
 
     async def call(self, kind: type[m.Message], method: Callable[[Any], m.Message | None], request: Request) -> Response:
         """A message in, a message out."""
-        content = await _body(request, m.MAX_JSON)
+        content = await self._body(request, m.MAX_JSON)
         message = m.read(kind, content)
         reply = await run_in_threadpool(method, message)
         return self._answer(reply, len(content), getattr(message, "worker", ""))
@@ -181,7 +194,7 @@ class _Api:
         task, index = (_number(request.path_params[name], name) for name in ("task", "index"))
         ticket, digest = request.headers.get(m.TICKET_HEADER, ""), request.headers.get(m.DIGEST_HEADER, "")
         await run_in_threadpool(self.coordinator.upload_state, task, ticket)  # before the body: a stranger's bytes are not read
-        content = await _body(request, self.coordinator.live.policy.chunk_bytes)
+        content = await self._body(request, self.coordinator.live.policy.chunk_bytes)
         return self._answer(await run_in_threadpool(self.coordinator.put_chunk, task, index, ticket, content, digest))
 
     async def blob(self, request: Request) -> Response:
@@ -203,13 +216,64 @@ class _Api:
         pieces = self.coordinator.blob(name, start, request.headers.get(m.WORKER_HEADER, "")[:32])
         return StreamingResponse(iterate_in_threadpool(pieces), status, headers, "application/octet-stream")
 
+    async def _body(self, request: Request, limit: int) -> bytes:
+        """Exactly the announced bytes, within the limit and in time."""
+        length = _announced(request, limit)
+        parts: list[bytes] = []
+        try:
+            with self.door.on_the_line(_address(request)):
+                async with asyncio.timeout(BODY_SECONDS + length / MIN_RATE):
+                    async for part in request.stream():
+                        parts.append(part)
+        except TimeoutError:
+            raise Refused(Code.TOO_SLOW, f"{sum(map(len, parts))} of {length} bytes") from None
+        content = b"".join(parts)
+        if len(content) != length:
+            raise Refused(Code.MALFORMED, f"{len(content)} bytes instead of {length}")
+        return content
+
     def _answer(self, reply: m.Message | None, received: int = 0, worker: str = "") -> Response:
         response = _json(reply) if reply is not None else JSONResponse({"ok": True})
         self.coordinator.live.count(0, worker, received, len(response.body))
         return response
 
 
-_UNREAD = (Code.BAD_TOKEN, Code.TOO_LARGE, Code.TOO_SLOW, Code.LENGTH_REQUIRED, Code.WRONG_ENCODING, Code.STALE_FENCE, Code.UNKNOWN_TASK)
+@dataclass(frozen=True)
+class _Guarded:
+    """A handler as an ASGI app: nothing of a request is read before it may come in, and it is here until its answer is sent."""
+
+    api: _Api
+    handler: Handler
+    operator: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, door = Request(scope, receive), self.api.door
+        address = _address(request)
+        try:
+            door.check(request, operator=self.operator)
+            door.enter(address)
+        except Refused as error:
+            await self.api.refusal(error)(scope, receive, send)
+            return
+        try:
+            response = await self.api.answer(self.handler, request)
+            with door.on_the_line(address):
+                await response(scope, receive, send)
+        finally:
+            door.leave(address)
+
+
+_UNREAD = (
+    Code.BAD_TOKEN,
+    Code.BUSY,
+    Code.TOO_MANY_REQUESTS,
+    Code.TOO_LARGE,
+    Code.TOO_SLOW,
+    Code.LENGTH_REQUIRED,
+    Code.WRONG_ENCODING,
+    Code.STALE_FENCE,
+    Code.UNKNOWN_TASK,
+)
 
 
 def _json(message: m.Message, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -222,8 +286,12 @@ def _number(text: str, what: str) -> int:
     return int(text)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Exactly the announced bytes, within the limit and in time."""
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def _announced(request: Request, limit: int) -> int:
+    """The length of a body that may be read."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(Code.WRONG_ENCODING)
     announced = request.headers.get("content-length")
@@ -232,14 +300,4 @@ async def _body(request: Request, limit: int) -> bytes:
     length = _number(announced, "Content-Length")
     if length > limit:
         raise Refused(Code.TOO_LARGE, f"a body of {length} bytes, {limit} are allowed")
-    parts: list[bytes] = []
-    try:
-        async with asyncio.timeout(BODY_SECONDS + length / MIN_RATE):
-            async for part in request.stream():
-                parts.append(part)
-    except TimeoutError:
-        raise Refused(Code.TOO_SLOW, f"{sum(map(len, parts))} of {length} bytes") from None
-    content = b"".join(parts)
-    if len(content) != length:
-        raise Refused(Code.MALFORMED, f"{len(content)} bytes instead of {length}")
-    return content
+    return length

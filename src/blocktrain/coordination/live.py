@@ -32,7 +32,7 @@ from blocktrain.protocol.codec import Schema, schema_of, unpack
 from blocktrain.protocol.identity import Identity
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
 
-FLUSH_SECONDS = 2.0
+FLUSH_SECONDS = 2.0  # at most this much time is lost with a crash: of byte counters, and of every deadline
 SPEED_MEMORY = 0.7  # share of the old value in a worker's measured overhead
 
 
@@ -108,19 +108,21 @@ class LiveRun:
                 record = VersionRecord(first.block, 0, first.weights.sha256, None, 0, 0, None, (), "the beginning")
                 self.store.publish_version(now, record, [], {}, self._version_body(record, None))
         self.recall.catch_up(self.store)
-        self.state = self.store.recover(now, self.config.blocks if self.config.compose == "fuse" else None)
+        recovered = self.store.recover(now, self.config.blocks if self.config.compose == "fuse" else None)
+        self.state = replace(recovered, stopping=self.recall.finished)
         self.known = {w.state.id: w for w in self.store.workers()}
         self.recall.forget_tasks(set(self.state.leases))
+        self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in self.state.leases.values()})
         self.ready = True
         self.save(now, self.state, notes=[note("start", facts.StartFacts(epoch=self.store.epoch))])
         self.tick()
 
     def close(self) -> None:
-        """Commit the byte counters and let go of the folder."""
+        """Commit the byte counters and the time that has passed, and let go of the folder."""
         with self.lock:
             try:
                 if self.ready:
-                    self.save(self.clock(), self.state)
+                    self._flush(self.clock())
             except StorageFailed:
                 pass  # it was said when it happened; the next start recovers
             finally:
@@ -158,7 +160,7 @@ class LiveRun:
     def save(self, now: float, after: state.RunState, notes: Sequence[Note] = (), nonces: Sequence[tuple[str, str, float]] = ()) -> None:
         """Commit the way to a new state; then it is the state."""
         changes = self._changes(after, notes=notes, nonces=nonces)
-        if changes != Changes():
+        if changes:
             for entry in self.store.save(now, changes):
                 self.recall.follow(entry)
         self._became(after)
@@ -188,9 +190,18 @@ class LiveRun:
                     self._act(now, action)
                 if not any(isinstance(action, state.Close) for action in actions):
                     break
-            if now - self._flushed > FLUSH_SECONDS and self.traffic:
-                self._flushed = now
-                self.save(now, self.state)
+            if now - self._flushed > FLUSH_SECONDS:
+                self._flush(now)
+
+    def _flush(self, now: float) -> None:
+        """Commit what has changed without an event: byte counters, and the time left of what is out, or a restart would give it anew."""
+        self._flushed = now
+        leases = [lease for lease in self.state.leases.values() if not lease.expired]
+        rounds = {index: (b.version, b.round) for index, b in self.state.blocks.items() if b.round.deadline is not None}
+        changes = replace(self._changes(self.state), leases=leases, rounds=rounds)
+        if changes:
+            self.store.save(now, changes)
+            self._became(self.state)
 
     def _act(self, now: float, action: state.Action) -> None:
         if isinstance(action, state.Close):

@@ -36,6 +36,7 @@ class Recall:
     workers: dict[str, Tally] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)  # of this process: refusals change nothing and leave no trace
     versions: int = 0  # made by merging
+    finished: bool = False  # the ledger says that the run ended
     seen: int = 0  # entries
 
     def catch_up(self, store: Store) -> None:
@@ -47,7 +48,7 @@ class Recall:
     def follow(self, entry: Entry) -> None:
         """Take one more entry into account."""
         self.seen = entry.seq
-        if entry.kind in ("run", "join", "lease", "update", "version", "round"):
+        if entry.kind in ("run", "join", "lease", "update", "version", "round", "finish"):
             getattr(self, f"_{entry.kind}")(json.loads(entry.body))
 
     def _run(self, body: dict[str, Any]) -> None:
@@ -85,6 +86,9 @@ class Recall:
         for name in body.get("dropped", ()):
             submission, _ = self.waiting.pop(name)
             self.public[submission.payload_sha256] = body["block"]
+
+    def _finish(self, _: dict[str, Any]) -> None:
+        self.finished = True
 
     def forget_tasks(self, open_tasks: set[int]) -> None:
         """Orders of tasks that can no longer be answered."""

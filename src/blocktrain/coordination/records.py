@@ -93,6 +93,10 @@ class Changes:
     nonces: Sequence[tuple[str, str, float]] = ()  # (worker, nonce, wall time): a second use is a Conflict
     notes: Sequence[Note] = ()
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to commit."""
+        return any(vars(self).values())
+
 
 NOTHING = Changes()
 

@@ -14,44 +14,80 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from blocktrain.coordination import http_api
 from blocktrain.coordination.coordinator import Coordinator
-from blocktrain.coordination.http_api import build_app
 from blocktrain.errors import BlockTrainError, ConfigError
 
 HEADER_SECONDS = 15.0
+MAX_HEADERS = 64 << 10  # bytes
+BACKLOG = 2048  # connections that wait until they are accepted
 KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """uvicorn waits for ever for the end of a request's headers; this one hangs up."""
+    """uvicorn waits for ever for headers, for the rest of a body that nobody wants, and for readers; this one hangs up."""
 
-    _late: asyncio.TimerHandle | None = None
+    _late: asyncio.TimerHandle | None = None  # until the next headers are complete
+    _unread: asyncio.TimerHandle | None = None  # until the other side has read what was sent
+    _headers: int | None = None  # bytes of those that are being received
 
     def connection_made(self, transport: Any) -> None:
         """The clock starts."""
         super().connection_made(transport)
-        self._late = self.loop.call_later(HEADER_SECONDS, transport.close)
+        self._late = self._hang_up_after(HEADER_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """Headers have an end, or the connection has."""
+        if self._headers is not None:
+            self._headers += len(data)
+            if self._headers > MAX_HEADERS:
+                self.transport.abort()
+                return
+        super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """And again with every further request on the connection."""
+        """The clock starts again with every further request on the connection."""
         super().on_message_begin()
-        self._stop()
-        self._late = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+        self._headers = 0
+        _stop(self._late)
+        self._late = self._hang_up_after(HEADER_SECONDS)
 
     def on_headers_complete(self) -> None:
         """In time."""
-        self._stop()
+        self._headers = None
+        _stop(self._late)
+        self._late = None
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request must begin in time. uvicorn's own clock stops with any byte, also one that begins nothing."""
+        super().on_response_complete()
+        if self._late is None and self.cycle.response_complete:
+            self._late = self._hang_up_after(KEEP_ALIVE_SECONDS)
+
+    def pause_writing(self) -> None:
+        """The other side reads slowly: it must not be slower than those who send."""
+        super().pause_writing()
+        self._unread = self._hang_up_after(http_api.BODY_SECONDS + self.transport.get_write_buffer_size() / http_api.MIN_RATE)
+
+    def resume_writing(self) -> None:
+        """Fast enough."""
+        _stop(self._unread)
+        super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody to hang up on."""
-        self._stop()
+        _stop(self._late)
+        _stop(self._unread)
         super().connection_lost(exc)
 
-    def _stop(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _hang_up_after(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.abort)  # to close would wait until all that was sent is read
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 @dataclass(frozen=True)
@@ -75,7 +111,7 @@ class Server:
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if listen.certificate else 'http'}://{shown}:{port}"
-        app = build_app(coordinator, listen.token, listen.operator_token, self._fail)
+        app = http_api.build_app(coordinator, listen.token, listen.operator_token, self._fail)
         config = uvicorn.Config(
             app,
             http=DeadlineProtocol,
@@ -83,6 +119,7 @@ class Server:
             log_level="warning",
             access_log=False,
             server_header=False,
+            backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=5,
             ssl_certfile=listen.certificate,
@@ -134,6 +171,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # from now on they wait, and the port is nobody else's
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port") from None
     return listening
