@@ -30,8 +30,11 @@ NAMES = [
 ]
 
 
+pytestmark = pytest.mark.timeout(600)  # a minute and a half on two free cores; other tests run beside it
+
+
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return blocktrain("bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments, cwd=folder.parent)
+    return blocktrain("bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments, cwd=folder.parent, timeout=560)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def run(desk: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 def unfinished(desk: Path) -> None:
     """Make the newest run look as a crash leaves it: its last block is not published."""
-    newest = max((desk / "runs").iterdir(), key=lambda run: run.name)
+    newest = max((desk / "runs").glob("*/result.json"), key=lambda result: result.parent.name).parent
     for name in ("result.json", "model/config.json", "model/block-4.safetensors"):
         (newest / name).unlink()
 

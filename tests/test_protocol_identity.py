@@ -85,7 +85,7 @@ def changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else None if value is not None else 1
 
 
-@pytest.mark.parametrize("key", ["00" * 32, "ff" * 32, identity.new_identity().public_key])
+@pytest.mark.parametrize("key", ["00" * 32, "ff" * 32, identity.identity_from_seed(bytes(32)).public_key])
 def test_another_key_does_not_fit(key: str) -> None:
     with pytest.raises(Refused):
         identity.verify(KEY.sign(SUBMISSION), key)

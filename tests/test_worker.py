@@ -262,7 +262,8 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(place: Callable
 
     client.before = {name: away(name) for name in calls}
     here.worker(client).run()
-    assert len(here.events("away")) == len(here.events("back")) == 3  # joining, fetching, uploading
+    # Joining, fetching, uploading; between two failures of an upload a heartbeat may get through.
+    assert 3 <= len(here.events("away")) == len(here.events("back")) <= 4
     assert_plain(here, corpus)
 
 

@@ -46,9 +46,13 @@ def new_run_folder(data: str) -> Path:
     return RUNS / f"{number:03}-{name}"
 
 
+def _finished(run: Path) -> bool:
+    return (run / "result.json").exists() or (run / "model" / "config.json").exists()  # the latter alone: pulled
+
+
 def newest_unfinished() -> Path:
     """The run folder to resume when none is named."""
-    found = [p.parent for p in RUNS.glob("*/config.toml") if not (p.parent / "result.json").exists()]
+    found = [p.parent for p in RUNS.glob("*/config.toml") if not _finished(p.parent)]
     if not found:
         raise RunError("no unfinished run under runs/; name one with --out RUN")
     return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)
