@@ -244,9 +244,9 @@ class Coordinator:
     def kick(self, message: m.Kick) -> None:
         """Remove a worker: its open tasks are free, and it cannot come back."""
         with self._running() as live:
-            worker = live.state.workers.get(message.worker)
-            if worker is None:
+            if message.worker not in live.known:
                 raise Refused(Code.UNKNOWN_WORKER, f"no worker {message.worker}")
+            worker = live.state.workers.get(message.worker, live.known[message.worker].state)  # also one that has left
             if worker.kicked:
                 return
             after = state.without_worker(state.with_worker(live.state, replace(worker, kicked=True)), message.worker)
