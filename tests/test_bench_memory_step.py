@@ -122,7 +122,7 @@ def test_a_depth_that_cannot_be_split_is_refused() -> None:
 def test_step_is_timed_in_pairs() -> None:
     seen: list[float] = []
     told = measure_step(tiny(layers_per_block=1), repeats=8, progress=seen.append)
-    assert told["ratio"] == told["worker_ms"] / told["bare_ms"]
+    assert told["spread"]["ratio"][0] <= told["ratio"] <= told["spread"]["ratio"][1], "the median of the pairs"
     assert 0.2 < told["ratio"] < 5  # other work on the machine decides more than ours at this size
     assert told["repeats"] == 8
     assert told["within_bound"] == (told["ratio"] <= told["bound"])
