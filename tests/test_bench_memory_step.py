@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktrain.bench.machine import header, one_thread, random_bytes
+from blocktrain.bench.machine import header, random_bytes
 from blocktrain.bench.memory import SLACK, SavedActivations, measure_memory, storages
 from blocktrain.bench.step import bare_loop, measure_step
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.train import Trainer
+from blocktrain.learning.train import Trainer, one_thread
 
 FLOAT = 4
 

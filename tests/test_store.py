@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordination.blobs import Blobs, sha256
+from blocktrain.coordination.blobs import Blobs
 from blocktrain.coordination.ledger import GENESIS, Entry, Note, canonical, link, verify
 from blocktrain.coordination.records import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
 from blocktrain.coordination.state import Lease, RoundState, WorkerState
 from blocktrain.coordination.store import EmbeddedStore, open_store, read_ledger
 from blocktrain.errors import Conflict, Damaged, RunError, StorageFailed
+from blocktrain.protocol.transfer import sha256
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 

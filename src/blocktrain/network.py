@@ -139,27 +139,15 @@ def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
 
 
 def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], leave: bool) -> None:
-    """Answer in a thread from the first moment; prepare the run beside it; tell what happens until stopped."""
-    import threading
-
+    """Answer from the first moment; prepare the run beside it; tell what happens until stopped."""
     from blocktrain.coordination.watching import Watch
 
-    failures: list[BaseException] = []
-
-    def serve() -> None:
-        try:
-            server.run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=serve, name="server", daemon=True)
-    thread.start()
+    server.start()
     try:
         if not running.ready:
             _prepare(running, *asked)
         watch = Watch(running)
-        while thread.is_alive():
-            thread.join(timeout=0.5)
+        while server.serves(0.5):
             if watch.tell() and leave:
                 time.sleep(2 * running.live.options.poll)  # waiting workers ask once more and are told that it is over
                 break
@@ -167,9 +155,8 @@ def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, st
         pass  # everything is on the disk
     finally:
         server.stop()
-        thread.join(timeout=10)
-    if failures:
-        raise failures[0]
+    if server.failure is not None:
+        raise server.failure
 
 
 def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +39,6 @@ def cpu_model() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Measure on one thread of torch, then put back what was set: figures then do not depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def random_bytes(seed: int, size: int) -> Bytes:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktrain.bench.machine import one_thread, random_bytes
+from blocktrain.bench.machine import random_bytes
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, build_block
-from blocktrain.learning.train import REFERENCE, Trainer
+from blocktrain.learning.train import REFERENCE, Trainer, one_thread
 
 BLOCKS = (2, 4, 8, 16)
 SLACK = 0.10  # what embedding, head and softmax, which every block has for itself, may add to 1 / blocks

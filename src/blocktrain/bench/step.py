@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from blocktrain.bench.machine import one_thread, random_bytes
+from blocktrain.bench.machine import random_bytes
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Bytes
 from blocktrain.learning.model import build_block
-from blocktrain.learning.train import Trainer, pick_device
+from blocktrain.learning.train import Trainer, one_thread, pick_device
 
 BOUND = 1.05
 WARMUP = 5  # first steps allocate optimizer state and buffers

@@ -14,14 +14,10 @@ from typing import IO, NoReturn
 
 from blocktrain.errors import Conflict, Damaged, StorageFailed
 from blocktrain.files import sync_folder
+from blocktrain.protocol.transfer import sha256
 
 PIECE = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{64}\Z")
-
-
-def sha256(content: bytes) -> str:
-    """The name of a blob."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def is_name(name: str) -> bool:

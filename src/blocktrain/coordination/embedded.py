@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,16 +16,15 @@ from blocktrain.coordination.coordinator import Coordinator, open_coordinator
 from blocktrain.coordination.embedded_worker import Seat, work
 from blocktrain.coordination.policy import Policy
 from blocktrain.coordination.prepare import prepare
-from blocktrain.coordination.server import Listen, Server
-from blocktrain.coordination.worker_desk import corpus_folder, read_blocks
-from blocktrain.errors import BlockTrainError, RunError
+from blocktrain.coordination.pull import compose_run
+from blocktrain.coordination.server import Listen, running
+from blocktrain.coordination.worker_desk import corpus_folder
+from blocktrain.errors import RunError
 from blocktrain.events import EventLog
 from blocktrain.learning.local import Plan, Told, train_one
-from blocktrain.learning.runs import block_name, publish
+from blocktrain.learning.runs import block_name
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
-from blocktrain.protocol.codec import Tensors, unpack
-from blocktrain.protocol.messages import Blob
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
 
@@ -52,7 +50,7 @@ def train_blocks(plan: Plan, told: Told) -> None:
             return
         with _coordinator(plan) as coordinator:
             token = secrets.token_urlsafe(24)
-            with _serving(coordinator, token) as url:
+            with running(coordinator, Listen(token=token)) as url:
                 seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
                 count = max(1, min(plan.slots, plan.config.blocks))
                 run_jobs([*jobs, *(Job(f"worker-{n}", work, (seat,)) for n in range(1, count + 1))], plan.slots, on_message)
@@ -84,39 +82,8 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
         coordinator.close()
 
 
-@contextmanager
-def _serving(coordinator: Coordinator, token: str) -> Iterator[str]:
-    """The coordinator on a free port of this machine; if it fails, that is the error to tell, not those of its workers."""
-    server = Server(coordinator, Listen(token=token))
-
-    def serve() -> None:
-        with suppress(BlockTrainError):  # kept in `failure`
-            server.run()
-
-    thread = threading.Thread(target=serve, name="coordinator", daemon=True)
-    thread.start()
-    try:
-        yield server.url
-    except RunError:
-        if server.failure is not None:
-            raise server.failure from None
-        raise
-    finally:
-        server.stop()
-        thread.join(timeout=10)
-
-
 def _publish_all(plan: Plan, coordinator: Coordinator) -> None:
     """The newest versions as the run's model; the fusion block reads those it was trained on, which are the last ones here."""
-
-    def tensors(blob: Blob) -> Tensors:
-        return unpack(b"".join(coordinator.blob(blob.sha256)))
-
-    config = plan.config.replace(device="cpu")
-    blocks = read_blocks(config, coordinator.manifest().blocks, tensors)
-    if config.compose == "fuse":
-        blocks[-1].readout.copy_from(blocks[:-1])
-    for index, block in enumerate(blocks, start=1):
-        publish(plan.run, index, block)
+    compose_run(plan.run, plan.config, coordinator.manifest().blocks, lambda blob: b"".join(coordinator.blob(blob.sha256)))
     shutil.rmtree(plan.run.folder / "state", ignore_errors=True)
     (plan.run.folder / "state").mkdir(exist_ok=True)

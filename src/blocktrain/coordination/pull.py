@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from blocktrain.config import Config, make_config
 from blocktrain.coordination.client import Calls, fetch
+from blocktrain.coordination.worker_desk import read_blocks
 from blocktrain.errors import Damaged, RunError
-from blocktrain.learning.compose import Model
 from blocktrain.learning.data import open_corpus
-from blocktrain.learning.evaluate import fit_pool_weights
-from blocktrain.learning.model import Block, build_block
-from blocktrain.learning.runs import Run, create_run, publish, seal
-from blocktrain.learning.train import put_weights
+from blocktrain.learning.local import fit_and_seal
+from blocktrain.learning.runs import Run, create_run, publish
 from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
@@ -32,7 +28,6 @@ class Chosen:
     """The version of each block that the composed model is made of."""
 
     versions: dict[int, BlockVersion]
-    fusion: int | None
 
     @property
     def summary(self) -> dict[str, int]:
@@ -60,9 +55,10 @@ def pull(client: Calls, out: Path, told: Told = lambda _: None) -> Chosen:
         return content
 
     told("weights")
-    compose_run(run, config, chosen, weights)
+    compose_run(run, config, chosen.versions.values(), weights)
     told("pool weights")
-    finish_run(run, config)
+    data = str((out / "corpus").resolve())
+    fit_and_seal(run, config, data, open_corpus(data, None, out).calibration)
     return chosen
 
 
@@ -81,35 +77,17 @@ def choose_versions(client: Calls, manifest: Manifest, config: Config) -> Chosen
                     pins = tuple(_version(pin) for pin in body["features"])
     if last is None or last.seq < manifest.number:
         raise Damaged("the ledger is shorter than the signed manifest says; pull from the coordinator itself")
-    fusion = config.blocks if config.compose == "fuse" else None
-    return Chosen({**newest, **{pin.block: pin for pin in pins}}, fusion)
+    return Chosen({**newest, **{pin.block: pin for pin in pins}})
 
 
 def _version(body: dict[str, Any]) -> BlockVersion:
     return BlockVersion(block=body["block"], version=body["version"], weights=Blob(**body["weights"]))
 
 
-def compose_run(run: Run, config: Config, chosen: Chosen, weights: Callable[[Blob], bytes]) -> None:
+def compose_run(run: Run, config: Config, versions: Iterable[BlockVersion], weights: Callable[[Blob], bytes]) -> None:
     """Write the weights of every block into a run folder; what a fusion block copies from the others is made again here."""
-    blocks: dict[int, Block] = {}
-    for index in range(1, config.blocks + 1):
-        block = build_block(config, index)
-        put_weights(block, unpack(weights(chosen.versions[index].weights)))
-        if index == chosen.fusion:
-            block.readout.copy_from([blocks[i] for i in range(1, index)])
-        blocks[index] = block
+    blocks = read_blocks(config, versions, lambda blob: unpack(weights(blob)))
+    if config.compose == "fuse":
+        blocks[-1].readout.copy_from(blocks[:-1])
+    for index, block in enumerate(blocks, start=1):
         publish(run, index, block)
-
-
-def finish_run(run: Run, config: Config) -> None:
-    """Fit the pool on the calibration slice, and seal."""
-    from blocktrain.learning.runs import load_block
-
-    data = str((run.folder / "corpus").resolve())
-    corpus = open_corpus(data, None, run.folder)
-    pool_weights = None
-    if config.skip == "exact" or config.objective == "next":
-        device = torch.device("cpu")
-        blocks = [load_block(run, config, n, device) for n in range(1, config.independent + 1)]
-        pool_weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
-    seal(run, config, data, pool_weights)

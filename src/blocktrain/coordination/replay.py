@@ -20,7 +20,7 @@ from blocktrain.coordination.evidence import Finding, Judged, Name, Progress
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.data import Bytes, open_corpus
 from blocktrain.learning.model import Block, build_block
-from blocktrain.learning.train import Trainer, block_weights, put_weights
+from blocktrain.learning.train import Trainer, block_weights, one_thread, put_weights
 from blocktrain.protocol import codec, ledger
 from blocktrain.protocol.messages import Blob, Order, Submission
 
@@ -51,7 +51,7 @@ def retrain(
     uses = Counter(before for befores in needs.values() for before in befores)
     ends: dict[int, _End] = {}
     findings = list(_beginnings(config, run))
-    with _one_thread(), _corpus(run, read) as text:
+    with one_thread(), _corpus(run, read) as text:
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
             problems, end = _again(update, config, text, ends, read)
@@ -67,16 +67,6 @@ def retrain(
 def _continued(update: Judged) -> set[int]:
     c = update.submission.continued
     return {task for task in (c.optimizer, c.residual) if task is not None}
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

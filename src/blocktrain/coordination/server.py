@@ -21,6 +21,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 HEADER_SECONDS = 15.0
 MAX_HEADERS = 64 << 10  # bytes
 BACKLOG = 2048  # connections that wait until they are accepted
+STOP_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
 
 
@@ -107,6 +108,7 @@ class Server:
 
     def __init__(self, coordinator: Coordinator, listen: Listen) -> None:
         self.failure: BlockTrainError | None = None
+        self._thread: threading.Thread | None = None
         self._socket = _bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -142,27 +144,36 @@ class Server:
         if self.failure is not None:
             raise self.failure
 
-    def stop(self) -> None:
-        """Let `run` return."""
-        self._server.should_exit = True
+    def start(self) -> None:
+        """Serve in a thread; connections wait in the socket's queue until its loop runs. What makes it stop is in `failure`."""
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="coordinator", daemon=True)
+        self._thread.start()
 
-    @property
-    def started(self) -> bool:
-        """Whether requests are answered."""
-        return self._server.started
+    def serves(self, seconds: float) -> bool:
+        """Wait so long, or until it stops; whether it still serves."""
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End what `run` or `start` began."""
+        self._server.should_exit = True
+        self.serves(STOP_SECONDS)
 
 
 @contextmanager
 def running(coordinator: Coordinator, listen: Listen) -> Iterator[str]:
-    """Serve in a thread, as long as the block lasts; gives the URL."""
+    """Serve as long as the block lasts; gives the URL. If the server fails, that is the error to tell, not what followed from it."""
     server = Server(coordinator, listen)
-    thread = threading.Thread(target=server.run, name="coordinator", daemon=True)
-    thread.start()
+    server.start()
     try:
-        yield server.url  # connections wait in the socket's queue until the loop runs
+        yield server.url
+    except BlockTrainError:
+        if server.failure is not None:
+            raise server.failure from None
+        raise
     finally:
         server.stop()
-        thread.join(timeout=10)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ from blocktrain.coordination.slots import own_identity
 from blocktrain.coordination.worker import Machine, Worker
 from blocktrain.errors import ConfigError, Interrupted
 from blocktrain.learning.train import pick_device
+from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import console
 
 REPORT_SECONDS = 0.5
@@ -50,7 +51,7 @@ def run_worker(options: WorkerOptions) -> int:
     if device == "cpu":  # the same bits as in an audit; a machine with many cores runs many workers, or they would get in each other's way
         torch.set_num_threads(1)
     memory = parse_bytes(options.memory) if options.memory else _machine_memory(device)
-    machine = Machine(device, memory, _name(options.name or platform.node()))
+    machine = Machine(device, memory, as_name(options.name or platform.node()))
     client = HttpClient(options.url, options.token, ca=options.ca)
     screen: JsonLines | Screen = JsonLines() if options.json else Screen()
     try:
@@ -79,10 +80,6 @@ def _machine_memory(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._:@/+ -]", "-", text)[:64]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from blocktrain.config import Config
 from blocktrain.errors import Interrupted
 from blocktrain.events import read_events
 from blocktrain.learning.compose import Model, Sampler, autoregressive
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.data import Bytes, Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
 from blocktrain.learning.noise import noise_levels
 from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json, write_model_card
@@ -86,16 +86,21 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
     corpus = plan.source.open()
     device = pick_device(plan.config.device)
-    weights = None
-    if plan.config.skip == "exact" or plan.config.objective == "next":
-        blocks = [load_block(plan.run, plan.config, n, device) for n in range(1, plan.config.independent + 1)]
-        weights = fit_pool_weights(Model(plan.config, blocks), corpus.calibration)
-    seal(plan.run, plan.config, plan.source.spec, weights)
+    fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
     model = load_model(plan.run.folder, device)
     result = _judge(plan, corpus, model, progress)
     write_model_card(plan.run, plan.config, result)
     write_json(plan.run.folder / "result.json", result)
     return result
+
+
+def fit_and_seal(run: Run, config: Config, data: str, calibration: Bytes, device: torch.device | None = None) -> None:
+    """Fit the pool where blocks predict without noise, and declare the model of a run folder complete."""
+    weights = None
+    if config.skip == "exact" or config.objective == "next":
+        blocks = [load_block(run, config, n, device or torch.device("cpu")) for n in range(1, config.independent + 1)]
+        weights = fit_pool_weights(Model(config, blocks), calibration)
+    seal(run, config, data, weights)
 
 
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:

@@ -194,8 +194,8 @@ class Wait(Message):
 
     kind: Literal["wait"] = "wait"
     seconds: Seconds
-    code: Literal["no_work", "not_yet", "no_memory", "too_slow", "finished"]
-    """no_work: all is handed out. not_yet: the fusion block waits for the others. finished: leave."""
+    code: Literal["no_work", "finished"]
+    """no_work: ask again later, the reason says why. finished: leave."""
     reason: Sentence
 
 
