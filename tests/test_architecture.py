@@ -13,7 +13,7 @@ import blocktrain.config
 ROOT = Path(blocktrain.config.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
-GROUND = {"errors", "config", "events", "files", "processes"}
+GROUND = {"errors", "config", "events", "files", "processes", "web"}
 FLOORS = {
     "protocol": 1,
     "learning": 1,
@@ -25,6 +25,8 @@ FLOORS = {
     "bench": 3,
     "flags": 3,
     "network": 4,
+    "serving_commands": 4,
+    "bench_commands": 4,
     "cli": 5,
 }
 READERS = ("cli.py", "places.py")  # of arguments and environment

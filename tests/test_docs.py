@@ -50,6 +50,8 @@ class Network:
         self.desk = desk
         self.process: subprocess.Popen[str] | None = None
         self.url = self.folder = ""
+        self.staying: list[subprocess.Popen[str]] = []
+        self.stages: dict[str, str] = {}
 
     def start(self, arguments: list[str]) -> None:
         """In the background, small, on a free port."""
@@ -76,8 +78,28 @@ class Network:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 130
 
+    def serve(self, arguments: list[str]) -> None:
+        """A `serve` or `stage`, on a free port. Stages stay, and are known by the address that the documents gave them."""
+        words = list(arguments)
+        for named, real in self.stages.items():
+            words = [word.replace(named, real) for word in words]
+        named = words.pop(words.index("--listen") + 1) if "--listen" in words else ""
+        words = [word for word in words if word != "--listen"]
+        process = start(*words, "--listen", "127.0.0.1:0", "--json", cwd=self.desk)
+        self.staying.append(process)
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        if words[0] == "stage":
+            self.stages[named] = said["address"]
+        else:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+
     def stop(self) -> None:
         """Ctrl-C."""
+        for process in self.staying:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             assert self.process.wait(timeout=60) == 0
@@ -87,9 +109,9 @@ class Network:
 def network(desk: Path) -> Iterator[Network]:
     made = Network(desk)
     yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.wait()
+    for process in [*made.staying, *([made.process] if made.process else [])]:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +158,9 @@ def test_every_command_of_the_documents_works(desk: Path, network: Network) -> N
                 shutil.rmtree(desk / "results")
             if words[1] == "coordinator":
                 network.start(words[1:])
+                continue
+            if words[1] in ("serve", "stage"):
+                network.serve(words[1:])
                 continue
             if "--watch" in words:
                 network.watch(network.real(words[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -13,11 +12,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from blocktrain.bench_commands import bench_failover, bench_serving
 from blocktrain.config import make_config, read_toml
 from blocktrain.errors import BlockTrainError, ConfigError, Interrupted
 from blocktrain.flags import Json, Settings, at_least, given
 from blocktrain.network import audit, coordinator, kick, pull, status, worker
-from blocktrain.places import cores, new_run_folder, newest_unfinished, source
+from blocktrain.places import command_line, cores, new_run_folder, newest_unfinished, source
+from blocktrain.serving_commands import serve, stage
 
 app = App(
     name="blocktrain",
@@ -26,8 +27,10 @@ app = App(
 )
 bench = App(name="bench", help="Measure: every published figure comes from one of these commands.")
 app.command(bench)
-for command in (coordinator, worker, status, kick, pull, audit):
+for command in (coordinator, worker, status, kick, pull, audit, serve, stage):
     app.command(command)
+bench.command(bench_serving, name="serving")
+bench.command(bench_failover, name="failover")
 
 
 @app.command
@@ -262,7 +265,7 @@ def step(
 
 
 def _command_line() -> str:
-    return shlex.join(["blocktrain", *sys.argv[1:]])
+    return command_line()
 
 
 def main() -> None:

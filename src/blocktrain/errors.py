@@ -10,6 +10,9 @@ BlockTrainError            the message is one sentence that names the fix; `cli`
 ├── IdentityError          a key file is missing, damaged, readable by others, or cannot be written
 ├── Unreachable            nobody answered at the other end of a line, or not in this protocol; try again later
 ├── Refused                a coordinator's typed no, with a stable code (protocol/refusals.py)
+├── FrameError             bytes between stages that are refused, with a stable code (protocol/frames.py)
+├── StageLost              a stage is gone, or silent although something was due (serving/connection.py)
+├── StageRefused           a stage's typed no, with a stable code (serving/connection.py)
 └── Interrupted            the user stopped the work; everything up to the last checkpoint is saved
 """
 

@@ -1,8 +1,10 @@
-"""Where things are on this machine, by the environment: corpora, the cache, run folders, cores."""
+"""Where things are on this machine, by the environment: corpora, the cache, run folders, cores; and how this process was called."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,11 @@ def source(data: str) -> Source:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def command_line() -> str:
+    """What a figure was measured with."""
+    return shlex.join(["blocktrain", *sys.argv[1:]])
 
 
 def new_run_folder(data: str) -> Path:

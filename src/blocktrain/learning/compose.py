@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -51,11 +52,8 @@ class Model:
         block = self.blocks[number - 1]
         if block.skip != "exact":
             return block.features(tokens, cache=cache)
-        # z = 0 is the mean of what the block saw; its noise level is the middle of its range.
-        low, high = noise_levels(self.config).ranges(self.config.blocks, 0.0)[number - 1]
-        c_noise = edm(torch.tensor((low * high) ** 0.5, device=self.device), self.config.sigma_data).noise
-        z = torch.zeros(*tokens.shape, self.config.z_width, device=self.device)
-        return block.features(tokens, z=z, c_noise=c_noise, cache=cache)
+        z = torch.zeros(*tokens.shape, self.config.z_width, device=self.device)  # the mean of what the block saw
+        return block.features(tokens, z=z, c_noise=middle_noise(self.config, number, self.device), cache=cache)
 
     def all_features(self, tokens: Tensor) -> Tensor:
         """(N, B, T, W)."""
@@ -81,6 +79,12 @@ class Model:
             raise ConfigError("a block of skip=edm predicts nothing without a noised target; use mode autoregressive")
         stage = LocalStage(self, number)
         return lambda ids, start: self.blocks[number - 1](stage(ids, start))
+
+
+def middle_noise(config: Config, number: int, device: torch.device) -> Tensor:
+    """The noise level that block `number` is told when it has no z: the middle of its range."""
+    low, high = noise_levels(config).ranges(config.blocks, 0.0)[number - 1]
+    return edm(torch.tensor((low * high) ** 0.5, device=device), config.sigma_data).noise
 
 
 class LocalStage:
@@ -138,16 +142,22 @@ class EulerScorer:
 
 def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) -> list[Tensor]:
     """Logits (B, T, V) after each block, walking the noise levels down from sigma_max; noise (B, T, Z) is standard normal."""
-    config = model.config
-    edges = noise_levels(config, tail=tail > 0).edges(config.blocks)[::-1]
-    z = edges[0] * noise
+    z = noise_levels(model.config, tail=tail > 0).edges(model.config.blocks)[-1] * noise
     path = []
-    for number, block in enumerate(model.blocks):
-        sigma, sigma_next = edges[number], edges[number + 1]
-        level = torch.tensor(sigma, device=tokens.device)
-        path.append(denoise_logits(block, model.table, tokens, z, level, config.sigma_data, tail=tail))
-        z = euler_step(z, path[-1].softmax(-1) @ model.table, sigma, sigma_next)
+    for number, block in enumerate(model.blocks, start=1):
+        logits, z = euler_hop(model.config, number, block, model.table, tokens, z, tail=tail)
+        path.append(logits)
     return path
+
+
+def euler_hop(
+    config: Config, number: int, block: Block, table: Tensor, tokens: Tensor, z: Tensor, *, tail: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Block `number`'s part of the path: its logits (B, T, V), and z one step further down."""
+    sigma_next, sigma = noise_levels(config, tail=tail > 0).edges(config.blocks)[-number - 1 :][:2]
+    level = torch.tensor(sigma, device=tokens.device)
+    logits = denoise_logits(block, table, tokens, z, level, config.sigma_data, tail=tail)
+    return logits, euler_step(z, logits.softmax(-1) @ table, sigma, sigma_next)
 
 
 def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
@@ -180,17 +190,25 @@ class Sampler:
 
     def pick(self, logits: Tensor, position: int) -> int:
         """Index of the chosen byte; temperature 0 takes the likeliest."""
+        return int(self.scores(logits, position).argmax())
+
+    def scores(self, logits: Tensor, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """What `pick` takes the largest of: log p / T + g, for every byte."""
         logp = logits.double().log_softmax(-1).cpu().numpy()
         if self.temperature == 0:
-            return int(logp.argmax())
+            return logp
         logp = logp / self.temperature
         if self.top_p < 1:
             order = np.argsort(-logp, kind="stable")
             p = np.exp(logp[order] - logp.max())
             before = (np.cumsum(p) - p) / p.sum()
             logp[order[1:][before[1:] >= self.top_p]] = -np.inf  # the likeliest always stays
-        gumbel = _draws("sampling", self.seed, position).gumbel(size=VOCABULARY)
-        return int((logp + gumbel).argmax())
+        return logp + _gumbel(self.seed, position)
+
+
+@lru_cache(4096)  # a draft and its verification need the same noise within moments
+def _gumbel(seed: int, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return _draws("sampling", seed, position).gumbel(size=VOCABULARY)
 
 
 @torch.no_grad()

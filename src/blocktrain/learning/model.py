@@ -9,7 +9,8 @@ verified or failed-over answer be the same text, byte for byte (docs/method.md, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from blocktrain.config import VOCABULARY, Config
 
 MIN_ROWS = 4
 NOISE_FREQUENCIES = 16
+Look = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values (B, H, T, D), rotated -> what each position takes from those it sees, (B, H, T, D)."""
 
 
 class Linear(nn.Module):
@@ -75,18 +78,27 @@ class Layer(nn.Module):
         self.up = Linear(width, 4 * width)
         self.down = Linear(4 * width, width, gain=0)
 
-    def forward(self, x: Tensor, rotation: Tensor, mask: Tensor | None, slots: Tensor | None, start: int) -> Tensor:
+    def forward(self, x: Tensor, rotation: Tensor, look: Look) -> Tensor:
         B, T, W = x.shape
         q, k, v = self.qkv(self.norm_attention(x)).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, rotation), rotate(k, rotation)  # (B, H, T, D)
-        if slots is not None:  # cached: write the new keys and values, then look at every slot
-            slots[0, :, :, start : start + T] = k
-            slots[1, :, :, start : start + T] = v
-            k, v = slots[0].to(q.dtype), slots[1].to(q.dtype)
-            q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # the kernel works in tiles: none may have fewer rows
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.attention_out(a[:, :, :T].transpose(1, 2).reshape(B, T, W))
+        a = look(rotate(q, rotation), rotate(k, rotation), v)
+        x = x + self.attention_out(a.transpose(1, 2).reshape(B, T, W))
         return x + self.down(F.relu(self.up(self.norm_mlp(x))).square())
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of (B, H, T, D) among themselves, without a cache."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slots: Tensor, start: int) -> Tensor:
+    """Write the new keys and values at `start` of a layer's slots (2, B, H, slots, D), then look at every slot."""
+    T = q.shape[2]
+    slots[0, :, :, start : start + T] = k
+    slots[1, :, :, start : start + T] = v
+    q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # the kernel works in tiles: none may have fewer rows
+    a = F.scaled_dot_product_attention(q, slots[0].to(q.dtype), slots[1].to(q.dtype), attn_mask=mask)
+    return a[:, :, :T]
 
 
 class Readout(nn.Module):
@@ -163,20 +175,21 @@ class Block(nn.Module):
         start = cache.length if cache else 0
         if start + T > self.context:
             raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
-        x = self._embedded(tokens, start, cache, tail)
+        x = self.embedded(tokens, start, cache, tail)
         if z is not None and c_noise is not None:
             x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(-1, 1, x.shape[-1])
         if read is not None:
             x = x + self.mix(read.permute(1, 2, 0, 3).flatten(2))
         rotation = self.rotation[:, start : start + T]
-        mask = self._mask(T, start, cache, tail)
+        mask = self.visible(T, start, cache, tail)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, mask, cache.data[i] if cache else None, start)
+            look = partial(attend_cached, mask=mask, slots=cache.data[i], start=start) if cache else partial(attend, mask=mask)
+            x = layer(x, rotation, look)
         if cache:
             cache.length = start + T
         return x
 
-    def _embedded(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
+    def embedded(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
         """Every position as the sum of its own byte and the few before it, each from a table of its own, (B, T, W).
 
         Two layers can then spend their attention on more than finding the neighbours of a byte.
@@ -196,7 +209,7 @@ class Block(nn.Module):
             x = x + F.pad(found, (0, 0, back, -back))
         return x[:, before:] if known is None else torch.where(known[before:], x[:, before:], x[:, before:] + self.mask)
 
-    def _mask(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
+    def visible(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
         """Which keys a query may see: itself and what came before; the positions of a tail also see each other."""
         if cache is None and not tail:
             return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def load_block(run: Run, config: Config, index: int, device: torch.device) -> Bl
 
 def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
     """Write model/config.json, last: with it the model is complete, and every file is named by its hash."""
-    files = {f.name: _sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
+    files = {f.name: file_sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
     content = {
         "format": FORMAT,
         "settings": config.model_dump(),
@@ -149,27 +150,55 @@ Sample at temperature {sample["temperature"]}:
 
 def load_model(folder: Path, device: torch.device) -> Model:
     """The composed model of a run folder; every file is checked against its hash."""
+    manifest = read_manifest(folder)
+    config = manifest.config
+    blocks = load_blocks(manifest, range(1, config.blocks + 1), device)
+    fusion = blocks.pop(config.blocks) if config.compose == "fuse" else None
+    weights = manifest.pool_weights
+    return Model(config, list(blocks.values()), fusion, None if weights is None else torch.tensor(weights, device=device))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What model/config.json of a finished run says."""
+
+    run: Run
+    config: Config
+    files: dict[str, str]
+    pool_weights: list[float] | None
+
+    @property
+    def model_hash(self) -> str:
+        """One hash over all weights: equal exactly where every file is."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The settings and hashes of a finished model."""
     run = Run(folder)
-    manifest = run.model / "config.json"
-    if not manifest.is_file():
+    path = run.model / "config.json"
+    if not path.is_file():
         reason = "its training is not finished; continue with --resume" if (folder / "config.toml").is_file() else "it is not a run folder"
         raise RunError(f"{folder} has no finished model: {reason}")
-    content = read_json(manifest)
+    content = read_json(path)
     if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict) or not isinstance(content.get("files"), dict):
-        raise RunError(f"{manifest} is not a BlockTrain model of a format this version reads ({FORMAT})")
+        raise RunError(f"{path} is not a BlockTrain model of a format this version reads ({FORMAT})")
     config = make_config(content["settings"])
-    for index in range(1, config.blocks + 1):
-        path = run.weights(index)
+    weights = content.get("pool_weights")
+    if weights is not None and not (isinstance(weights, list) and [type(w) for w in weights] == [float] * config.independent):
+        raise RunError(f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks")
+    return Manifest(run, config, content["files"], weights)
+
+
+def load_blocks(manifest: Manifest, numbers: Iterable[int], device: torch.device) -> dict[int, Block]:
+    """Some blocks of a finished model, by number; their files are checked against the hashes before any is read."""
+    numbers = list(numbers)
+    for path in map(manifest.run.weights, numbers):
         if not path.is_file():
             raise RunError(f"{path} is missing; restore it or train again")
-        if _sha256(path) != content["files"].get(path.name):
-            raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest}")
-    blocks = [load_block(run, config, n, device) for n in range(1, config.independent + 1)]
-    fusion = load_block(run, config, config.blocks, device) if config.compose == "fuse" else None
-    weights = content.get("pool_weights")
-    if weights is not None and not (isinstance(weights, list) and [type(w) for w in weights] == [float] * len(blocks)):
-        raise RunError(f"{manifest} is damaged: pool_weights must be a number for each of {len(blocks)} blocks")
-    return Model(config, blocks, fusion, None if weights is None else torch.tensor(weights, device=device))
+        if file_sha256(path) != manifest.files.get(path.name):
+            raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}")
+    return {number: load_block(manifest.run, manifest.config, number, device) for number in numbers}
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -188,6 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The hash that names a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

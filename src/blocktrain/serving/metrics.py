@@ -1,0 +1,112 @@
+"""A server and its hosts in Prometheus' text format, for GET /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from blocktrain.serving.gate import Places
+from blocktrain.serving.openai_messages import Writing
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PER_SWEEP = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_COUNTED = (
+    ("text_bytes", "Bytes of text that were written."),
+    ("sweeps", "Traversals of all blocks."),
+    ("drafted", "Bytes that were drafted."),
+    ("accepted", "Of the drafted bytes, those that the whole model agreed with."),
+    ("wire_bytes", "Bytes to and from the stages, for answers."),
+    ("failovers", "Times that an answer went on with another holder of a block."),
+    ("near_ties", "Bytes whose two best candidates were as good as equal."),
+    ("degraded_answers", "Answers for which a block was missing."),
+)
+
+
+class Metrics:
+    """What one server has answered, and the state of its hosts at the moment of asking."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]], places: Places) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter("http_requests", "Answers; status 499 is for those who hung up.", "route", "status")
+        self._request_seconds = self._histogram("http_request_seconds", "From a request to the end of its answer.", SECONDS, "route")
+        self._left = self._counter("cancelled", "Answers that nobody waited for any more.")
+        self._failed = self._counter("failed", "Streams that ended with an error.", "code")
+        self._answers = self._counter("answers", "Choices that were written, by how.", "mode", "finish")
+        self._first = self._histogram("first_byte_seconds", "From the request to the first byte of text.", SECONDS, "mode")
+        self._per_sweep = self._histogram("accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP)
+        self._counted = {name: self._counter(name, text) for name, text in _COUNTED}
+        self._registry.register(_Now(status, places))
+        ProcessCollector(registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"blocktrain_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"blocktrain_{name}", text, labels, buckets=bounds, registry=self._registry)
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Count an answer."""
+        self._requests.labels(route, status).inc()
+        self._request_seconds.labels(route).observe(seconds)
+
+    def left(self) -> None:
+        """Count one that hung up."""
+        self._left.inc()
+
+    def failed(self, code: str) -> None:
+        """Count a stream that ended with an error."""
+        self._failed.labels(code).inc()
+
+    def written(self, writing: Writing) -> None:
+        """Count a choice, also one that was left unfinished."""
+        stats = writing.stats
+        if stats is None:
+            return
+        self._answers.labels(stats.mode, writing.finish or "unfinished").inc()
+        self._first.labels(stats.mode).observe(stats.first_byte_ms / 1000)
+        for count in stats.accepted_per_sweep:
+            self._per_sweep.observe(count)
+        self._counted["text_bytes"].inc(writing.bytes)
+        self._counted["degraded_answers"].inc(bool(stats.degraded))
+        for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
+            self._counted[name].inc(getattr(stats, name))
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    def __init__(self, status: Callable[[], dict[str, Any]], places: Places) -> None:
+        self._status, self._places = status, places
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is asked of an entry only to be registered."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Places and hosts as they are now."""
+        status = self._status()
+        yield GaugeMetricFamily("blocktrain_requests_running", "Requests that are being answered.", self._places.running)
+        yield GaugeMetricFamily("blocktrain_requests_waiting", "Requests that wait for a place.", self._places.waiting)
+        yield GaugeMetricFamily("blocktrain_sessions", "Open sessions of the entry.", status["sessions"])
+        for name, kind, text, read in _OF_A_HOST:
+            family = kind(f"blocktrain_host_{name}", text, labels=("host",))
+            for host in status["hosts"]:
+                family.add_metric((host["name"],), read(host))
+            yield family
+
+
+_OF_A_HOST: tuple[tuple[str, type[GaugeMetricFamily | CounterMetricFamily], str, Callable[[dict[str, Any]], float]], ...] = (
+    ("alive", GaugeMetricFamily, "Whether the line to it stands.", lambda host: float(host["alive"])),
+    ("round_trip_seconds", GaugeMetricFamily, "Smoothed round trip.", lambda host: host["rtt_ms"] / 1000),
+    ("queue", GaugeMetricFamily, "Work that waits there.", lambda host: host["queue"]),
+    ("blocks", GaugeMetricFamily, "Blocks that it holds.", lambda host: len(host["blocks"])),
+    ("failures", CounterMetricFamily, "Times that the line was lost.", lambda host: host["failures"]),
+    ("bytes_in", CounterMetricFamily, "Bytes from it.", lambda host: host["bytes_in"]),
+    ("bytes_out", CounterMetricFamily, "Bytes to it.", lambda host: host["bytes_out"]),
+)

@@ -1,0 +1,275 @@
+"""The OpenAI completions API as values: what may be asked, within which limits, and how answers and errors are written. No I/O."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from blocktrain.errors import BlockTrainError
+from blocktrain.serving.entry import Piece, Request, Stats
+
+MAX_TOKENS = 8192  # bytes of one choice
+MAX_CHOICES = 8
+MAX_SWEEPS = 64
+MAX_STOPS = 4
+MAX_STOP_BYTES = 256
+MAX_SEED = (1 << 63) - 1
+DEFAULT_TOKENS = 256
+
+# Fields of the API that are not supported, with the values that ask for nothing.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None,),
+    "presence_penalty": (None, 0),
+    "suffix": (None, ""),
+}
+
+Mode = Literal["autoregressive", "sweep", "exact"]
+Draft = Literal["first-block", "none"]
+
+
+class ApiError(BlockTrainError):
+    """A no as OpenAI's clients know it: a status, a sentence, and what it is about."""
+
+    def __init__(self, status: int, message: str, code: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    """stream_options."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Completion(BaseModel):
+    """The body of POST /v1/completions; null is the same as left out. The last four fields are ours."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    prompt: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: tuple[str, ...] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    mode: Mode | None = None
+    sweeps: Annotated[int, Field(ge=1, le=MAX_SWEEPS)] | None = None
+    draft: Draft | None = None
+    allow_degraded: bool | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _one_text(cls, value: Any) -> Any:
+        """A list of one is the one."""
+        if isinstance(value, list):
+            if len(value) != 1 or not isinstance(value[0], str):
+                raise ValueError("must be one text, or a list that holds one; send a request for each")
+            return value[0]
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _some_texts(cls, value: Any) -> Any:
+        """One text is a list of one."""
+        texts = [value] if isinstance(value, str) else value
+        if texts is None:
+            return None
+        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"must be a text or a list of at most {MAX_STOPS}")
+        if any(not 1 <= len(text.encode()) <= MAX_STOP_BYTES for text in texts):
+            raise ValueError(f"must be texts of 1 to {MAX_STOP_BYTES} bytes")
+        return tuple(texts)
+
+
+def read_completion(content: bytes) -> Completion:
+    """A body, checked; the first thing that is wrong is named."""
+    try:
+        asked = pydantic_core.from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
+    if not isinstance(asked, dict):
+        raise ApiError(400, "the body must be a JSON object", "invalid_json")
+    for name, harmless in HARMLESS.items():
+        value = asked.pop(name, None)
+        if value not in harmless and not (name == "best_of" and value == asked.get("n")):
+            raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported", param=name)
+    try:
+        return Completion.model_validate(asked)
+    except ValidationError as error:
+        raise _named(error) from None
+
+
+def _named(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    names = [str(part) for part in first["loc"] if isinstance(part, str)]
+    param = ".".join(names[:2] if names[:1] == ["stream_options"] else names[:1])[:64] or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not a field that this server knows: leave it out", "unknown_field", param=param)
+    said = first["msg"].removeprefix("Value error, ")
+    said = said if said.startswith("must") else said[:1].lower() + said[1:]
+    said = said.removeprefix("input should be ").removeprefix("field ")
+    if first["type"] == "missing":
+        said = "is required"
+    elif not said.startswith("must"):
+        said = f"must be {said}"
+    return ApiError(400, f"{param} {said}", "invalid_value", param=param)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request that does not say gets; of one server."""
+
+    mode: Mode = "exact"
+    sweeps: int = 1
+    draft: Draft = "first-block"
+    allow_degraded: bool = True
+    deadline: float = 60.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A completion that is to be written: one request to the entry for each choice."""
+
+    model: str
+    requests: tuple[Request, ...]
+    seed: int
+    stream: bool
+    usage: bool  # at the end of the stream
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
+    """What the body means on this server. Choice i of several is written with seed + i."""
+    if completion.model != model:
+        raise ApiError(404, f"there is no model {completion.model!r} here, only {model!r}", "model_not_found", param="model")
+    if completion.stream_options is not None and not completion.stream:
+        raise ApiError(400, "stream_options needs stream to be true", "invalid_value", param="stream_options")
+    seed = secrets.randbelow(1 << 32) if completion.seed is None else completion.seed
+    prompt = (completion.prompt or "\n").encode()
+    requests = [
+        Request(
+            prompt=prompt,
+            max_tokens=completion.max_tokens or DEFAULT_TOKENS,
+            mode=completion.mode or defaults.mode,
+            sweeps=completion.sweeps or defaults.sweeps,
+            draft=completion.draft or defaults.draft,
+            seed=(seed + number) & MAX_SEED,
+            temperature=1.0 if completion.temperature is None else completion.temperature,
+            top_p=1.0 if completion.top_p is None else completion.top_p,
+            stop=tuple(text.encode() for text in completion.stop or ()),
+            allow_degraded=defaults.allow_degraded if completion.allow_degraded is None else completion.allow_degraded,
+            deadline=defaults.deadline,
+        )
+        for number in range(completion.n or 1)
+    ]
+    with_usage = bool(completion.stream_options and completion.stream_options.include_usage)
+    return Asked(model, tuple(requests), seed, bool(completion.stream), with_usage)
+
+
+class Writing:
+    """One choice as it grows: bytes in, whole characters out."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.parts: list[str] = []
+        self.bytes = 0
+        self.finish: str | None = None
+        self.stats: Stats | None = None
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self, piece: Piece) -> str:
+        """The characters that are complete now; at the end what is left over, replaced if it is none."""
+        text = self._decoder.decode(piece.text, final=piece.finish is not None)
+        self.bytes += len(piece.text)
+        self.parts.append(text)
+        self.finish, self.stats = piece.finish, piece.stats
+        return text
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.parts)
+
+
+def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> dict[str, Any]:
+    """The response's field `blocktrain`: how the text came about, summed over the choices. `whole` has the list of every sweep too."""
+    known = [one for one in stats if one is not None]
+    found: dict[str, Any] = {"mode": known[0].mode if known else None, "seed": seed}
+    for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
+        found[name] = sum(getattr(one, name) for one in known)
+    found["degraded"] = sorted({block for one in known for block in one.degraded})
+    if whole:
+        found["accepted_per_sweep"] = [count for one in known for count in one.accepted_per_sweep]
+        found["first_byte_ms"] = round(min((one.first_byte_ms for one in known), default=0.0), 3)
+        found["seconds"] = round(max((one.seconds for one in known), default=0.0), 6)
+    return found
+
+
+def usage(order: Asked, writings: Iterable[Writing]) -> dict[str, Any]:
+    """Bytes are the tokens here. A prompt longer than the context keeps its tail: how much was cut is told."""
+    writings = list(writings)
+    prompt = len(order.requests[0].prompt)
+    written = sum(one.bytes for one in writings)
+    cut = max((one.stats.prompt_bytes_cut for one in writings if one.stats), default=0)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written, "prompt_bytes_cut": cut}
+
+
+def _head(order: Asked) -> dict[str, Any]:
+    return {"id": order.id, "object": "text_completion", "created": order.created, "model": order.model}
+
+
+def _choice(writing: Writing, text: str) -> dict[str, Any]:
+    return {"index": writing.index, "text": text, "logprobs": None, "finish_reason": writing.finish}
+
+
+def completed(order: Asked, writings: list[Writing]) -> dict[str, Any]:
+    """The answer in one piece."""
+    choices = [_choice(one, one.text) for one in writings]
+    told = facts([one.stats for one in writings], order.seed)
+    return {**_head(order), "choices": choices, "usage": usage(order, writings), "blocktrain": told}
+
+
+def chunk(order: Asked, writing: Writing, text: str) -> bytes:
+    """A piece of one choice as a server-sent event; the one with the finish has the list of every sweep."""
+    told = facts([writing.stats], (order.seed + writing.index) & MAX_SEED, whole=writing.finish is not None)
+    return event({**_head(order), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told})
+
+
+def last_chunk(order: Asked, writings: list[Writing]) -> bytes:
+    """The usage of a stream that asked for it."""
+    return event({**_head(order), "choices": [], "usage": usage(order, writings)})
+
+
+DONE = b"data: [DONE]\n\n"
+ALIVE = b": alive\n\n"
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """As a server-sent event."""
+    return b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()

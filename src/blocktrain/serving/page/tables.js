@@ -1,0 +1,58 @@
+// Elements that change in place: rows keep their elements, and with them focus, selection and place.
+
+// An element with a class and children; text is text, never markup.
+export function make(tag, className = "", ...children) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  element.append(...children);
+  return element;
+}
+
+export function setText(element, text) {
+  const said = String(text);
+  if (element.textContent !== said) element.textContent = said;
+}
+
+export function setAttribute(element, name, value) {
+  if (value == null) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+export function setHidden(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+// Rows of a table by key: columns are [{name, label, put: (cell, item)}]; the first one names the row.
+export class Rows {
+  constructor(body, key, columns) {
+    Object.assign(this, { body, key, columns, known: new Map() });
+  }
+
+  update(items) {
+    const wanted = new Set(items.map(this.key));
+    for (const [key, row] of this.known) {
+      if (wanted.has(key)) continue;
+      row.remove();
+      this.known.delete(key);
+    }
+    let place = this.body.firstElementChild;
+    for (const item of items) {
+      const row = this.known.get(this.key(item)) ?? this.build(item);
+      this.columns.forEach((column, n) => column.put(row.children[n], item));
+      if (row === place) place = place.nextElementSibling;
+      else this.body.insertBefore(row, place);
+    }
+  }
+
+  build(item) {
+    const row = make("tr");
+    this.columns.forEach((column, n) => {
+      const cell = make(n ? "td" : "th", column.name);
+      if (!n) cell.scope = "row";
+      cell.dataset.label = column.label;
+      row.append(cell);
+    });
+    this.known.set(this.key(item), row);
+    return row;
+  }
+}

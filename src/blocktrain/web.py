@@ -1,0 +1,173 @@
+"""An ASGI app on a socket: TLS, signals, and deadlines for those who send or read too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from blocktrain.errors import ConfigError
+
+HEADER_SECONDS = 15.0
+BODY_SECONDS = 10.0
+MIN_RATE = 16 << 10  # bytes a second; who is slower is given up, in either direction
+MAX_HEADERS = 64 << 10  # bytes
+BACKLOG = 2048  # connections that wait until they are accepted
+STOP_SECONDS = 5
+KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
+
+
+class DeadlineProtocol(HttpToolsProtocol):
+    """uvicorn waits for ever for headers, for the rest of a body that nobody wants, and for readers; this one hangs up."""
+
+    _late: asyncio.TimerHandle | None = None  # until the next headers are complete
+    _unread: asyncio.TimerHandle | None = None  # until the other side has read what was sent
+    _headers: int | None = None  # bytes of those that are being received
+
+    def connection_made(self, transport: Any) -> None:
+        """The clock starts."""
+        super().connection_made(transport)
+        self._late = self._hang_up_after(HEADER_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """Headers have an end, or the connection has."""
+        if self._headers is not None:
+            self._headers += len(data)
+            if self._headers > MAX_HEADERS:
+                self.transport.abort()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """The clock starts again with every further request on the connection."""
+        super().on_message_begin()
+        self._headers = 0
+        _stop(self._late)
+        self._late = self._hang_up_after(HEADER_SECONDS)
+
+    def on_headers_complete(self) -> None:
+        """In time."""
+        self._headers = None
+        _stop(self._late)
+        self._late = None
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request must begin in time. uvicorn's own clock stops with any byte, also one that begins nothing."""
+        super().on_response_complete()
+        if self._late is None and self.cycle.response_complete:
+            self._late = self._hang_up_after(KEEP_ALIVE_SECONDS)
+
+    def pause_writing(self) -> None:
+        """The other side reads slowly: it must not be slower than those who send."""
+        super().pause_writing()
+        self._unread = self._hang_up_after(BODY_SECONDS + self.transport.get_write_buffer_size() / MIN_RATE)
+
+    def resume_writing(self) -> None:
+        """Fast enough."""
+        _stop(self._unread)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody to hang up on."""
+        _stop(self._late)
+        _stop(self._unread)
+        super().connection_lost(exc)
+
+    def _hang_up_after(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.abort)  # to close would wait until all that was sent is read
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where and how to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class _Quiet(uvicorn.Server):
+    """Ends on a signal without raising it again: to be told to stop is no failure."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """While it serves, Ctrl-C and SIGTERM mean: finish; a second Ctrl-C: at once."""
+        known = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in known.items():
+                signal.signal(number, handler)
+
+
+class AppServer:
+    """An app on a socket. `url` is known before the first request."""
+
+    def __init__(self, app: Any, listen: Listen) -> None:
+        self._socket = bind(listen.host, listen.port)
+        host, port = self._socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if listen.certificate else 'http'}://{shown}:{port}"
+        config = uvicorn.Config(
+            app,
+            http=DeadlineProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=STOP_SECONDS,
+            ssl_certfile=listen.certificate,
+            ssl_keyfile=listen.key,
+        )
+        try:
+            config.load()
+        except OSError as error:
+            raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
+        self._server = _Quiet(config)
+
+    async def serve(self) -> None:
+        """Until a signal or `stop`; in the main thread's loop."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Finish what is being answered, and end."""
+        self._server.should_exit = True
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run to its end, on uvloop where that is installed."""
+    factory = getattr(importlib.import_module("uvloop"), "new_event_loop") if importlib.util.find_spec("uvloop") else None  # noqa: B009
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(work)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or a sentence."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)  # from now on they wait, and the port is nobody else's
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port") from None
+    return listening
