@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 
-.PHONY: install train test lint clean
+.PHONY: install browser train test lint clean
 
 install: $(STAMP)
 
@@ -16,7 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 train: install
 	$(VENV)/bin/blocktrain train
 
-test: install lint
+# The page is tested in a real browser. Where there is none and this user may install Debian's, it is installed.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing chromium" \
+	&& { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; } \
+	|| echo "no chromium here: the tests of the page will be skipped"
+
+test: install browser lint
 	$(VENV)/bin/pytest -n auto --dist loadfile
 
 lint: install

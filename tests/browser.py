@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import time
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, CDPSession, Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 MILLISECONDS = 60_000  # that anything may take to show up
 
 Event = dict[str, Any]
@@ -68,9 +76,13 @@ class Visit:
             assert time.monotonic() < deadline, script
             self.page.wait_for_timeout(30)
 
+    def resize(self, width: int, height: int) -> None:
+        """Another window."""
+        self.page.set_viewport_size({"width": width, "height": height})
+
     def drop(self, name: str, content: str) -> None:
         """Choose a file for replay."""
-        self.page.set_input_files("#log-file", files=[{"name": name, "mimeType": "application/jsonl", "buffer": content.encode()}])
+        self.page.set_input_files("#log-file", {"name": name, "mimeType": "application/jsonl", "buffer": content.encode()})
 
     def work(self, script: str) -> tuple[Any, float]:
         """What a script gives, and the seconds of processor time that the page spent until then, whatever else the machine does."""
@@ -111,56 +123,88 @@ def picture(visit: Visit, path: Path, *, whole: bool = False) -> None:
         image.convert("RGB").quantize(192, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
+class Story:
+    """The log of a run that never was: workers that come, get lost and are refused; deterministic."""
+
+    def __init__(self, workers: int, versions: int, blocks: int, began: float) -> None:
+        self.versions, self.blocks, self.now = versions, blocks, began
+        self.ids = [f"{0xA0 + n:02x}" * 16 if n < 90 else f"{n:032x}" for n in range(workers)]
+        self.draw = random.Random(7)
+        self.events: list[Event] = []
+        self.bytes_in = self.bytes_out = 0
+        self.run = {"run": "5e" * 16, "fingerprint": "fa" * 32, "corpus": "wikitext-2", "blocks": blocks, "fusion": blocks}
+        self.run |= {"steps": 40 * versions, "compose": "fuse", "compression": "int4", "task_seconds": 20.0, "protocol": 1}
+
+    def put(self, kind: str, **fields: Any) -> None:
+        """Something happens."""
+        self.events.append({"seq": len(self.events) + 1, "time": round(self.now, 3), "kind": kind, **fields})
+
+    def worker(self, n: int, state: str, reason: str = "") -> None:
+        """One of the workers comes or goes."""
+        known = {"worker": self.ids[n], "name": f"machine-{n + 1}", "device": "cpu" if n % 3 else "cuda"}
+        self.put("worker", **known, state=state, reason=reason)
+
+    def loss(self, version: int) -> float:
+        """How good a version is."""
+        return 1.3 + 4.2 * math.exp(-version * 7 / self.versions)
+
+    def round(self, block: int, version: int) -> None:
+        """Tasks, updates, and the version that they become."""
+        team = [worker for n, worker in enumerate(self.ids) if n % self.blocks == block - 1] or self.ids[:1]
+        loss = self.loss(version) + 0.02 * block + 0.02 * self.draw.random()
+        leased = {}
+        for worker in team:
+            self.now += 0.4 * self.draw.random()
+            leased[worker] = {"worker": worker, "block": block, "task": len(self.events) + 1, "base": version - 1, "steps": 40}
+            self.put("task", **leased[worker], deadline=self.now + 60, target=len(team))
+        for n, worker in enumerate(team):
+            self.now += 2 + 3 * self.draw.random()
+            self.bytes_in, self.bytes_out = self.bytes_in + 180_000, self.bytes_out + 1_400_000
+            told: Event = {"version": version - 1, "staleness": int(n == 2), "weight": 1.0, "tokens": 40 * 4096, "bytes": 180_000}
+            told |= {"loss_before": loss + 0.1, "loss_after": loss, "seconds": 4.0 + n, "sentence": "on time"}
+            self.put("update", **leased[worker], **told)
+        told = {"block": block, "version": version, "steps": 40 * version, "tokens": 40 * 4096 * version * len(team), "loss": loss}
+        told |= {"updates": len(team), "clipped": 0, "dropped": {}, "reason": f"round {version - 1} of block {block} closes"}
+        self.put("version", **told, bytes_in=self.bytes_in, bytes_out=self.bytes_out, weights="00" * 32, length=1_400_000)
+
+    def score(self, version: int) -> None:
+        """All blocks at one version are scored."""
+        base = self.loss(version)
+        scores = {f"block-{n}": base + 0.03 * n for n in range(1, self.blocks)} | {"pool": base, "fused": base - 0.02}
+        told = {"scores": scores, "versions": {str(n): version for n in range(1, self.blocks + 1)}, "valid_bytes": 65536, "seconds": 1.5}
+        self.put("score", **told, bytes_in=self.bytes_in, bytes_out=self.bytes_out)
+
+    def trouble(self, version: int) -> None:
+        """What goes wrong, a third of the way and half of it."""
+        last = len(self.ids) - 1
+        if version == self.versions // 3:
+            self.worker(last, "lost", "nothing heard for 30 s")
+            reason = f"round {version} of block 2 is extended once by 60.0 s: 0 of at least 1 replicas by the deadline"
+            self.put("round", block=2, version=version, outcome="extended", deadline=self.now + 60, reason=reason)
+        if version == self.versions // 2:
+            sentence = "the block has moved on too far since this task's base version; ask for the next task"
+            self.put("refused", code="too_stale", sentence=sentence, worker=self.ids[last], block=2, count=3)
+            sentence = "the signature does not fit the message and the key; sign with the key that joined"
+            self.put("refused", code="bad_signature", sentence=sentence, worker="", block=0, count=1)
+            self.worker(last, "back")
+            self.put("run", **self.run, restart=True)
+
+
 def a_log(workers: int = 5, versions: int = 30, *, blocks: int = 4, finished: bool = False, began: float = 1.78e9) -> list[Event]:
-    """A plausible run with a fusion block: workers that come, go, get lost and are refused; deterministic."""
-    draw, events, now = random.Random(7), list[Event](), began
-    ids = [f"{0xA0 + n:02x}" * 16 if n < 90 else f"{n:032x}" for n in range(workers)]
-    moved, tasks = [0, 0], dict[str, int]()
-
-    def put(kind: str, **fields: Any) -> None:
-        events.append({"seq": len(events) + 1, "time": round(now, 3), "kind": kind, **fields})
-
-    run = {"run": "5e" * 16, "fingerprint": "fa" * 32, "corpus": "wikitext-2", "blocks": blocks, "fusion": blocks, "steps": 40 * versions}
-    run |= {"compose": "fuse", "compression": "int4", "task_seconds": 20.0, "protocol": 1}
-    put("run", **run)
-    for n, worker in enumerate(ids):
-        now += draw.random()
-        put("worker", worker=worker, name=f"machine-{n + 1}", device="cuda" if n % 3 == 0 else "cpu", state="joined", reason="")
+    """The events of a plausible run with a fusion block."""
+    story = Story(workers, versions, blocks, began)
+    story.put("run", **story.run)
+    for n in range(workers):
+        story.now += story.draw.random()
+        story.worker(n, "joined")
     for version in range(1, versions + 1):
         for block in range(1, blocks + 1):
-            team = [worker for n, worker in enumerate(ids) if n % blocks == block - 1] or ids[:1]
-            loss = 1.35 + 4.2 * 2.718 ** (-version * 7 / versions) + 0.02 * block + 0.02 * draw.random()
-            for worker in team:
-                now += 0.4 * draw.random()
-                tasks[worker] = len(events) + 1
-                task = {"worker": worker, "block": block, "task": tasks[worker], "base": version - 1, "steps": 40}
-                put("task", **task, deadline=now + 60, target=len(team))
-            for n, worker in enumerate(team):
-                now += 2 + 3 * draw.random()
-                moved = [moved[0] + 180_000, moved[1] + 1_400_000]
-                told = {"worker": worker, "block": block, "task": tasks[worker], "base": version - 1, "version": version - 1, "staleness": int(n == 2)}
-                told |= {"weight": 1.0, "steps": 40, "tokens": 40 * 4096, "bytes": 180_000, "loss_before": loss + 0.1, "loss_after": loss}
-                put("update", **told, seconds=4.0 + n, sentence="on time")
-            told = {"block": block, "version": version, "steps": 40 * version, "tokens": 40 * 4096 * version * len(team), "loss": loss}
-            told |= {"updates": len(team), "clipped": 0, "dropped": {}, "reason": f"round {version - 1} of block {block} closes"}
-            put("version", **told, bytes_in=moved[0], bytes_out=moved[1], weights="00" * 32, length=1_400_000)
-        base = 1.32 + 4.2 * 2.718 ** (-version * 7 / versions)
-        scores = {f"block-{n}": base + 0.03 * n for n in range(1, blocks)} | {"pool": base, "fused": base - 0.02}
-        versioned = {str(n): version for n in range(1, blocks + 1)}
-        put("score", scores=scores, versions=versioned, valid_bytes=65536, bytes_in=moved[0], bytes_out=moved[1], seconds=1.5)
-        if version == versions // 3:
-            put("worker", worker=ids[-1], name=f"machine-{workers}", device="cpu", state="lost", reason="nothing heard for 30 s")
-            told = {"block": 2, "version": version, "outcome": "extended", "deadline": now + 60}
-            put("round", **told, reason=f"round {version} of block 2 is extended once by 60.0 s: 0 of at least 1 replicas by the deadline")
-        if version == versions // 2:
-            sentence = "the block has moved on too far since this task's base version; ask for the next task"
-            put("refused", code="too_stale", sentence=sentence, worker=ids[-1], block=2, count=3)
-            put("refused", code="bad_signature", sentence="the signature does not fit the message and the key", worker="", block=0, count=1)
-            put("worker", worker=ids[-1], name=f"machine-{workers}", device="cpu", state="back", reason="")
-            put("run", **run, restart=True)
+            story.round(block, version)
+        story.score(version)
+        story.trouble(version)
     if finished:
-        put("finish", reason="the run is finished: every block has spent its budget")
-    return events
+        story.put("finish", reason="the run is finished: every block has spent its budget")
+    return story.events
 
 
 def as_lines(events: list[Event]) -> str:

@@ -39,7 +39,8 @@ class Hand:
     after: State | None = None
 
     def join(self) -> None:
-        asked = Join(protocol=1, public_key=self.me.public_key, device="cpu", memory=0, speed=10.0, nonce="0" * 32, time=0)
+        # Of unknown speed: it is not told to wait for others.
+        asked = Join(protocol=1, public_key=self.me.public_key, device="cpu", memory=0, speed=0.0, nonce="0" * 32, time=0)
         reply = self.client.join(self.me.sign(asked))
         self.run, self.next = reply.run, reply.next
 
@@ -94,7 +95,7 @@ class Hand:
             self.next = self.client.submit(said).next
             self.state |= {task.block: self.after} if self.after else {}
         except Refused:  # the block is done
-            asked = TaskRequest(run=self.run, worker=self.me.worker, fingerprint=CONFIG.fingerprint, speed=10.0, nonce="0" * 32)
+            asked = TaskRequest(run=self.run, worker=self.me.worker, fingerprint=CONFIG.fingerprint, speed=0.0, nonce="0" * 32)
             self.next = self.client.next_task(self.me.sign(asked)).next
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from blocktrain.coordination.assignment import assign, choose_block, fusion_open, size_task
 from blocktrain.coordination.state import (
+    Arrived,
     BlockState,
     Grant,
+    Lease,
     Options,
     RoundState,
     RunState,
@@ -121,6 +123,36 @@ def test_no_work_that_cannot_be_finished() -> None:
     late = RunState(blocks={1: BlockState(round=RoundState(deadline=1.0, length=60.0))})
     wait = asks(late, WorkerState("a", 1, 0.0, 2.0))
     assert isinstance(wait, Wait) and "next round" in wait.reason and wait.seconds <= 1.0
+
+
+TOGETHER_TABLE = [
+    # name, options, seconds until the other is done, whether this worker has answered -> steps, or None to wait
+    ("fits in", DEFAULT, 10.0, True, 20),
+    ("fits in for a newcomer", DEFAULT, 10.0, False, 20),
+    ("too little left", DEFAULT, 0.9, True, None),
+    ("the other is slow", DEFAULT, 50.0, True, 40),
+    ("fixed: waits", Options(fixed_steps=20), 9.0, True, None),
+    ("fixed: has not answered", Options(fixed_steps=20), 9.0, False, 20),
+    ("fixed: time for another one", Options(fixed_steps=20), 11.0, True, 20),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "left", "answered", "steps"), TOGETHER_TABLE, ids=[row[0] for row in TOGETHER_TABLE])
+def test_tasks_of_a_round_end_together(name: str, options: Options, left: float, answered: bool, steps: int | None) -> None:
+    other = Lease(1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=left)
+    current = RoundState(deadline=100.0, length=100.0, updates=(Arrived("u", "a", 10, 10),) if answered else ())
+    state = RunState(blocks={1: BlockState(round=current)}, leases={1: other}, workers={"b": WorkerState("b", 1, 0.0, 1.0)}, next_task=2)
+    found = asks(state, WorkerState("a", 1, 0.0, 0.5), options)
+    if steps is None:
+        assert isinstance(found, Wait) and found.seconds == pytest.approx(min(left, options.poll)) and "worth waiting" in found.reason
+    else:
+        assert isinstance(found, Grant) and found.lease.steps == steps, found.reason
+
+
+def test_a_dead_worker_is_not_company() -> None:
+    other = Lease(1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=0.5)
+    state = RunState(blocks={1: BlockState()}, leases={1: other}, workers={"b": WorkerState("b", 1, -1000.0, 1.0)}, next_task=2)
+    assert isinstance(asks(state, WorkerState("a", 1, 0.0, 0.5)), Grant)
 
 
 def test_slow_worker_gets_work_it_can_finish() -> None:

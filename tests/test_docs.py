@@ -21,6 +21,7 @@ TINY = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context",
 ROOMS_SHOWN = ("blocktrain", "learning", "coordination")  # with every file
 ADDRESS = "http://127.0.0.1:8470"  # what the documents say; the test takes a free port
 TINY_BENCH = {"quality": ["--steps", "6", "--data", "my-notes.txt"], "memory": [], "step": ["--repeats", "3"]}
+TINY_BENCH["coordinator"] = ["--workers", "12", "--seconds", "2", "--megabytes", "1"]
 
 
 def commands(page: Path) -> list[str]:
@@ -162,7 +163,7 @@ def test_every_command_of_the_documents_works(desk: Path, network: Network) -> N
             if words[1] in ("serve", "stage"):
                 network.serve(words[1:])
                 continue
-            if "--watch" in words:
+            if "--watch" in words or words[1] == "replay":
                 network.watch(network.real(words[1:]))
                 continue
             done = run(desk, shrunk(network.real(words[1:])))

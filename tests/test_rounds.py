@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from blocktrain.coordination.assignment import assign
-from blocktrain.coordination.rounds import Submission, admit, advanced, decide, decide_round, finished, staleness_weight
+from blocktrain.coordination.rounds import Submission, admit, advanced, deadline_after, decide, decide_round, finished, staleness_weight
 from blocktrain.coordination.state import (
     Arrived,
     BlockState,
@@ -133,6 +133,16 @@ def test_a_dead_worker_is_not_waited_for() -> None:
     state = one_block(replace(CLOCK, updates=came("a")), lease(2, "b"))
     state = with_worker(state, replace(state.workers["b"], seen=0.0))
     assert decide_round(61.0, state, DEFAULT, 1)[0] == Close(1, 0, ("u0a",), "round 0 of block 1 closes: all 1 replicas are here")
+
+
+def test_the_first_timed_task_ends_the_guess_of_the_first_deadline() -> None:
+    state = one_block(CLOCK, lease(1, "a"), lease(2, "b", expected=100.0))
+    assert deadline_after(10.0, state.blocks[1], DEFAULT, 4.0) == 22.0
+    state = arrived(state, 1, came("a")[0], 22.0, 4.0)
+    assert decide_round(21.0, state, DEFAULT, 1)[0] is None
+    assert isinstance(decide_round(22.0, state, DEFAULT, 1)[0], Close), "the slow one is not waited for, and will be late"
+    timed = replace(state.blocks[1], task_seconds=(4.0, 4.0))
+    assert deadline_after(10.0, timed, DEFAULT, 1.0) == 70.0, "later rounds keep the length that they began with"
 
 
 def test_extension_then_empty_then_longer() -> None:

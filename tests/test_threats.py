@@ -455,7 +455,7 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
         with beginning(tmp_path / name, clock=clock, replicas=2) as coordinator:
             workers = [FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3)]
             shown = now + int(skew * 1000)
-            todo = [as_task(worker.join(time=shown).next) for worker in workers]
+            todo = [as_task(worker.join(time=shown, speed=0.0).next) for worker in workers]  # of unknown speed: none waits for the others
             story: list[Any] = []
             for _ in range(3):
                 for index, worker in enumerate(workers):
@@ -463,7 +463,7 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
                     task = todo[index]
                     reply = worker.send(task, time=shown)
                     assert reply.receipt.accepted
-                    found = worker.ask()
+                    found = worker.ask(speed=0.0)
                     story.append((task.task, task.fence, task.lease_seconds, task.deadline_seconds, reply.receipt.weight))
                     story.append((reply.receipt.staleness, reply.receipt.sentence, type(reply.next), type(found)))
                     todo[index] = as_task(found)
@@ -517,9 +517,10 @@ def test_deadlines_survive_a_restart_as_remaining_time(tmp_path: Path, ending: C
         one, two, three = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3))
         task, _, other = (worker.joined() for worker in (one, two, three))
         assert task.block == other.block and other.lease_seconds == other.deadline_seconds == 60.0
+        spent = 20.0  # three times as long would be later than the first deadline
+        clock.now += spent
         one.send(task)
-        spent = 0.0
-        for _ in range(5):
+        for _ in range(3):
             clock.now += 10.0
             spent += 10.0
             coordinator.tick()

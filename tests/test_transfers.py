@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
     with bad_line(tmp_path, replicas=None) as (coordinator, client, proxy):
         proxy.drop_first_acknowledgement, proxy.cut_after = True, 120_000
         workers = [FakeWorker(client, seed) for seed in (1, 2, 3)]
-        todo = [as_task(insist(worker.join).next) for worker in workers]
+        todo = [as_task(insist(partial(worker.join, speed=0.0)).next) for worker in workers]  # of unknown speed: none waits for the others
         for _ in range(3):
             for index, worker in enumerate(workers):
                 todo[index] = _work(worker, todo[index])

@@ -334,6 +334,16 @@ def test_a_worker_that_finishes_its_task_leaves_and_comes_back(place: Callable[.
     assert here.worker().run().ended  # a run that is finished has nothing to do
 
 
+def test_a_damaged_copy_of_the_corpus_is_fetched_again(place: Callable[..., Place], corpus: Corpus) -> None:
+    here = place(Policy.exact(4), blocks=2)
+    here.worker().run(finishing=lambda: bool(here.events("task")))
+    (copy,) = (here.folder / "cache" / "corpora").glob("*/train.txt")
+    with copy.open("r+b") as file:
+        file.write(b"?")
+    here.worker().run()
+    assert_plain(here, corpus)
+
+
 def test_pieces_of_a_pending_update_do_not_count(tmp_path: Path, place: Callable[..., Place]) -> None:
     here = place(Policy.exact(4), blocks=2)
     client, dead = Disturbed(LocalClient(here.coordinator)), threading.Event()

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
+
+_PIECE = 1 << 16
 
 
 class EventLog:
     """Appends events to a file; every line carries the time and a kind."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
-        if path.read_bytes()[-1:] not in (b"", b"\n"):  # a crash tore the last line: it must not take the next one with it
-            self._file.write("\n")
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._size = _whole_lines(path)
+        os.ftruncate(self._file.fileno(), self._size)  # a crash tore the last line: it must not take the next one with it
 
     def write(self, kind: str, **fields: Any) -> None:
         """One line."""
-        self._file.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n")
+        self.append(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}).encode() + b"\n")
+
+    def append(self, line: bytes) -> int:
+        """A whole line or, with an OSError, nothing of it; gives the place where it begins."""
+        begins = self._size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), begins)
+            raise
+        self._size += len(line)
+        return begins
 
     def close(self) -> None:
         """Nothing more will be written."""
         self._file.close()
+
+
+def _whole_lines(path: Path) -> int:
+    """Where the last complete line ends."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begins = max(0, end - _PIECE)
+            file.seek(begins)
+            if (found := file.read(end - begins).rfind(b"\n")) >= 0:
+                return begins + found + 1
+            end = begins
+    return 0
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

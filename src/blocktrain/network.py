@@ -1,7 +1,8 @@
-"""The commands that talk: coordinator, worker, status, kick, pull, audit. Parsing and printing only; the work is in `coordination`."""
+"""The commands that talk, from coordinator to audit. Parsing and printing only; the work is in `coordination`."""
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import json
 import secrets
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 from cyclopts import Parameter
 
@@ -18,7 +20,7 @@ from blocktrain.config import Config, make_config, read_toml
 from blocktrain.coordination.policy import Policy, make_policy
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.files import write_atomic
-from blocktrain.flags import Coordination, Json, Settings, given
+from blocktrain.flags import Coordination, Json, Settings, at_least, given
 from blocktrain.places import cache_folder, data_folder, new_run_folder
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from blocktrain.coordination.coordinator import Coordinator
     from blocktrain.coordination.server import Server
 
+SWITCH_SECONDS = 0.0005  # that a merge may compute while an answer waits for the interpreter, which it does many times
 Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
 Ca = Annotated[Path | None, Parameter(help="Certificate (PEM) that the coordinator's own must be signed by, if it is not a public one.")]
+LAST_SCORE_SECONDS = 60.0  # that --exit waits for the last versions to be scored
 Yes = Annotated[bool, Parameter(negative=())]
 
 
@@ -53,13 +57,25 @@ class Address:
         return host, int(port)
 
 
+@dataclass(frozen=True)
+class Conduct:
+    """What a coordinator does beside the run; not part of it, and may be another at every start."""
+
+    exit: Annotated[bool, Parameter(help="Leave when the run is finished, instead of staying for `pull` and `status`.", negative=())] = (
+        False
+    )
+    score_bytes: Annotated[
+        int, at_least(0), Parameter(help="Bytes of the valid part on which new versions are scored, in a process beside; 0: none.")
+    ] = 65536
+
+
 def coordinator(
     *,
     data: str | None = None,
     out: Path | None = None,
     address: Annotated[Address | None, Parameter(name="*")] = None,
     config: Path | None = None,
-    exit_: Annotated[bool, Parameter(name="--exit", negative=())] = False,
+    conduct: Annotated[Conduct | None, Parameter(name="*")] = None,
     settings: Settings = None,
     coordination: Coordination = None,
     json_: Json = False,
@@ -76,8 +92,6 @@ def coordinator(
         The folder of the run; by default a new one under runs/. One that holds a run is continued.
     config
         A TOML file with settings, `data`, and a table [coordination]; flags win over it.
-    exit_
-        Leave when the run is finished, instead of staying for `pull` and `status`.
     """
     from blocktrain.coordination.coordinator import open_coordinator
     from blocktrain.coordination.server import Listen, Server
@@ -93,7 +107,7 @@ def coordinator(
         certificate, key = where.tls or (None, None)
         server = Server(running, Listen(host, port, where.token, operator, certificate, key))
         _announce(server.url, folder, where.token, json_)
-        _serve(running, server, asked, exit_)
+        _serve(running, server, asked, conduct or Conduct())
     finally:
         running.close()
 
@@ -133,27 +147,40 @@ def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
     from blocktrain.terminal import console
 
     join = f"blocktrain worker {url}" + (f" --token {token}" if token else "")
+    page = f"{url}/" + (f"#token={quote(token, safe='')}" if token else "")
     if json_:
-        print(json.dumps({"url": url, "folder": str(folder), "join": join}), flush=True)
-    console.print(f"run folder [bold]{folder}[/]\njoin with   [bold]{join}[/]\nwatch with  blocktrain status {url} --watch", soft_wrap=True)
+        print(json.dumps({"url": url, "folder": str(folder), "join": join, "page": page}), flush=True)
+    console.print(f"run folder [bold]{folder}[/]\njoin with   [bold]{join}[/]\npage        [bold]{page}[/]", soft_wrap=True)
+    console.print(f"watch with  blocktrain status {url} --watch", soft_wrap=True)
 
 
-def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], leave: bool) -> None:
+def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], conduct: Conduct) -> None:
     """Answer from the first moment; prepare the run beside it; tell what happens until stopped."""
-    from blocktrain.coordination.watching import Watch
+    from blocktrain.coordination.scoring import Scorer
+    from blocktrain.coordination.server import allow_connections
+    from blocktrain.coordination.watching import Watch, warn
 
+    allow_connections()
     server.start()
+    scorer = Scorer(running, conduct.score_bytes, warn)
     try:
         if not running.ready:
             _prepare(running, *asked)
         watch = Watch(running)
+        gc.freeze()  # what is here stays: a full collection, in which nobody is answered, need not look at it again
+        sys.setswitchinterval(SWITCH_SECONDS)
+        if conduct.score_bytes:
+            scorer.start()
         while server.serves(0.5):
-            if watch.tell() and leave:
+            if watch.tell() and conduct.exit:
                 time.sleep(2 * running.live.options.poll)  # waiting workers ask once more and are told that it is over
+                scorer.settle(LAST_SCORE_SECONDS)
+                watch.tell()
                 break
     except KeyboardInterrupt:
         pass  # everything is on the disk
     finally:
+        scorer.close()
         server.stop()
     if server.failure is not None:
         raise server.failure
@@ -200,6 +227,41 @@ def worker(
 
     options = WorkerOptions(url, token, device, memory, name, cache or cache_folder(), ca, json_)
     sys.exit(run_worker(options))
+
+
+def doctor(
+    url: str = "",
+    *,
+    token: Token = "",
+    device: str = "auto",
+    memory: str = "",
+    cache: Path | None = None,
+    ca: Ca = None,
+    data: str = "",
+    json_: Json = False,
+) -> None:
+    """Find out why a worker does not join: this machine, the line, and the run. Changes nothing; takes some seconds.
+
+    Each line is ok, a warning or failed, with what fixes it. The exit code is 2 if a check failed.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address, as it printed it; without it only this machine is looked at.
+    device
+        The device that would train: cpu, cuda, cuda:N, mps, or auto (the best there is).
+    memory
+        What training may use, for example 4GB, as with `blocktrain worker`.
+    cache
+        The worker's folder; by default ~/.cache/blocktrain.
+    data
+        Also compare this corpus (a name or a path on this machine) with the run's.
+    """
+    from blocktrain.coordination.doctor import Patient, show
+
+    patient = Patient(cache or cache_folder(), url, token, device, memory, ca, data, data_folder())
+    if not show(patient, as_json=json_):
+        raise RunError("a check failed; see above what fixes it")
 
 
 def status(url: str, *, watch: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
@@ -285,6 +347,38 @@ def audit(where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None,
 
     if not audit_run(where, token, ca, retrain=retrain, as_json=json_):
         raise RunError("the audit found something; see above")
+
+
+def replay(where: Path, *, listen: str = "127.0.0.1:0", json_: Json = False) -> None:
+    """Look at a run again: serves its event log and the page on this machine, without a coordinator.
+
+    Parameters
+    ----------
+    where
+        A coordinator's folder (also while it runs), or an events.jsonl.
+    listen
+        Address and port on this machine; port 0 takes a free one.
+    """
+    from blocktrain.coordination.server import AppServer, Listen
+    from blocktrain.coordination.watch_api import find_log, replay_app
+    from blocktrain.terminal import console
+
+    host, port = Address(listen, open=True).parse()
+    if not _loopback(host):
+        raise ConfigError(f"--listen {listen!r}: a replay answers on this machine only; from another one use ssh -L")
+    log = find_log(where)
+    server = AppServer(replay_app(log), Listen(host, port))
+    if json_:
+        print(json.dumps({"url": server.url, "log": str(log)}), flush=True)
+    console.print(f"events of   {log}\npage        [bold]{server.url}/[/]\nCtrl-C ends it", soft_wrap=True)
+    server.start()
+    try:
+        while server.serves(60):
+            pass
+    except KeyboardInterrupt:
+        raise Interrupted("stopped") from None
+    finally:
+        server.stop()
 
 
 def _client(url: str, token: str, ca: Path | None) -> HttpClient:

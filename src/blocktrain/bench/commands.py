@@ -10,9 +10,14 @@ from typing import Any
 from blocktrain.bench import quality as jobs_of
 from blocktrain.bench import table
 from blocktrain.bench import tune as tuning
+from blocktrain.bench.coordinator import SwarmOptions, measure_swarm
+from blocktrain.bench.coordinator import plot as plot_coordinator
 from blocktrain.bench.machine import header
 from blocktrain.bench.memory import measure_memory
 from blocktrain.bench.step import measure_step
+from blocktrain.bench.transfers import TransferOptions, measure_transfers
+from blocktrain.bench.transport import PAPER, TransportOptions, plot_transport, trials
+from blocktrain.bench.transport import measure as measure_transport
 from blocktrain.config import Config, make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Source
@@ -94,14 +99,47 @@ def step(command: str, seed: int, repeats: int) -> Result:
         return {**header(command, seed), **measure_step(repeats=repeats, seed=seed, progress=progress)}
 
 
+def transport(options: TransportOptions, command: str) -> Result:
+    """See `bench.transport`; leaves transport.json and transport.png in the folder."""
+    options.source.open().require(options.config(0).context)
+    with JobBars("transport", trials(options)) as bars:
+        found = measure_transport(options, bars.told)
+    result = {
+        **header(command, options.seeds[0]),
+        "scale": options.scale,
+        "data": options.source.open().name,
+        "valid_bytes": options.sizes.valid_bytes,
+        **found,
+        "paper": {part: PAPER[part] for part in (*options.parts, "differs")},
+    }
+    write_json(options.folder / "transport.json", result)
+    drawn = plot_transport(options.folder / "transport.png", result)
+    console.print(f"wrote {options.folder / 'transport.json'}{' and transport.png' if drawn else ''}")
+    return result
+
+
+def coordinator(swarm: SwarmOptions, transfers: TransferOptions, folder: Path, command: str) -> Result:
+    """See `bench.coordinator` and `bench.transfers`; leaves coordinator.json and coordinator.png in the folder."""
+    with bar(f"{swarm.workers} workers") as progress:
+        found = measure_swarm(swarm, progress)
+    with bar("large transfers") as progress:
+        result = {**header(command, swarm.seed), **found, **measure_transfers(transfers, progress)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "coordinator.json", result)
+    plot_coordinator(folder / "coordinator.png", result)
+    console.print(f"wrote {folder / 'coordinator.json'} and coordinator.png")
+    return result
+
+
 def show(result: Result, as_json: bool) -> None:
     """JSON on stdout, or the rows as a table and the rest as lines."""
     if as_json:
         print(json.dumps(result))
         return
     console.print(f"[dim]{result['command']}   {result['machine']['cpu']}, {result['machine']['cores']} cores[/]", highlight=False)
-    if "rows" in result:
-        console.print(rows_table("", [_flat(row) for row in result["rows"]]))
+    rows = result.get("rows") or [{"call": name, **found} for name, found in result.get("calls", {}).items()]
+    if rows:
+        console.print(rows_table("", [_flat(row) for row in rows]))
     for key, value in result.items():
         if isinstance(value, int | float | str) and key not in ("command", "seed"):
             console.print(f"{key}: {value}")

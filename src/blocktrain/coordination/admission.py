@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from blocktrain.coordination.live import LiveRun
 from blocktrain.coordination.records import UpdateRecord
 from blocktrain.coordination.rounds import Submission as Claim
@@ -17,28 +19,68 @@ def payload_limit(live: LiveRun, block: int) -> int:
     return payload_cap(live.schemas[block], live.policy.compression)
 
 
-def accept(live: LiveRun, now: float, message: m.Submission) -> bytes:
-    """Record a new update and give its receipt, or refuse it and change nothing."""
+def accept(live: LiveRun, message: m.Submission) -> bytes:
+    """Record an update and give its receipt, or refuse it and change nothing; the same (task, payload) gets the same receipt for ever.
+
+    The caller does not hold the lock: payloads become durable and are read while others are served. What was true before is asked again
+    in the end, when it counts.
+    """
+    with live.lock:
+        if (known := _known(live, message)) is not None:
+            return known
+        _judge(live, message)
+        live.arriving[message.payload_sha256] += 1
+    try:
+        _assemble(live, message)
+        return _take_in(live, message)
+    except Refused:
+        with live.lock:
+            if (known := _known(live, message)) is not None:  # it came twice at once, and the other was faster
+                return known
+        raise
+    finally:
+        with live.lock:
+            live.arriving[message.payload_sha256] -= 1
+            live.arriving += Counter()  # without those that are zero
+
+
+def _known(live: LiveRun, message: m.Submission) -> bytes | None:
+    """The receipt that was given before."""
+    known = live.store.answer(message.task, message.payload_sha256)
+    if known is not None and known.update.worker != message.worker:
+        raise Refused(Code.NOT_YOUR_TASK, f"task {message.task} was answered by another worker")
+    return known.receipt if known else None
+
+
+def _judge(live: LiveRun, message: m.Submission) -> Verdict:
+    """The verdict on what a submission claims; what does not count is refused."""
     claim = Claim(message.worker, message.task, message.fence, message.block, message.base, message.steps)
-    verdict = admit(now, live.state, live.options, claim)
+    verdict = admit(live.clock(), live.state, live.options, claim)
     if not verdict.accepted:
         answered = verdict.code == Code.UNKNOWN_TASK and live.store.answered(message.task) is not None
         raise Refused(Code.TASK_ANSWERED if answered else Code(verdict.code), verdict.reason)
-    order = live.recall.orders[message.task]
     if message.tokens != message.steps * live.config.batch * live.config.context:
         raise Refused(Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens")
     for task in filter(None, (message.continued.optimizer, message.continued.residual)):
         if live.store.answered(task) != message.block:  # such a state could not be computed again by anyone
             raise Refused(Code.MALFORMED, f"the update continues task {task}, which has no accepted update of block {message.block}")
-    _assemble(live, message)
+    return verdict
+
+
+def _take_in(live: LiveRun, message: m.Submission) -> bytes:
+    """Record a payload that is on the disk, or remove it."""
     try:
         content = live.store.blobs.read(message.payload_sha256)
         if len(content) != message.payload_length:
             raise Refused(Code.HASH_MISMATCH, f"the chunks have {len(content)} bytes, not {message.payload_length}")
-        open_update(content, live.schemas[message.block], method=order.compression)
-        return _record(live, now, message, verdict)
+        open_update(content, live.schemas[message.block], method=live.policy.compression)
+        with live.lock:
+            live.merging.wait(message.block)
+            live.store.require_open()
+            return _record(live, live.clock(), message, _judge(live, message))
     except Refused:
-        _discard(live, message)
+        with live.lock:
+            _discard(live, message)
         raise
 
 
@@ -84,5 +126,6 @@ def _discard(live: LiveRun, message: m.Submission) -> None:
     """Nothing of a refused payload stays, unless the same bytes belong to another update."""
     name = message.payload_sha256
     live.store.blobs.drop_chunks(message.task, message.fence)
-    if name not in live.recall.public and all(s.payload_sha256 != name for s, _ in live.recall.waiting.values()):
+    used = name in live.recall.public or any(s.payload_sha256 == name for s, _ in live.recall.waiting.values())
+    if not used and live.arriving[name] == 1:
         live.store.blobs.delete(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import floor, inf
 
@@ -37,7 +38,7 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
 
 def choose_block(now: float, state: RunState, options: Options, worker: WorkerState) -> tuple[int | None, str]:
     """The worker's own block; it moves only when that is done, or when a block without workers has fallen far behind."""
-    staffed = {index: _others(now, state, options, worker, index) for index in state.blocks}
+    staffed = _staffed(now, state, options, worker)
     free = [index for index in sorted(state.blocks) if spent(state, options, index) < 1 and fusion_open(state, options, index)]
     if options.exclusive:
         free = [index for index in free if not staffed[index]]
@@ -54,7 +55,7 @@ def choose_block(now: float, state: RunState, options: Options, worker: WorkerSt
         return index, f"block {index} is furthest behind: version {state.blocks[index].version}, {staffed[index]} workers"
     lag = inf if options.max_lag is None else state.blocks[own].version - options.max_lag
     alone = [i for i in free if not staffed[i] and i != own and options.max_lag is not None and state.blocks[i].version < lag]
-    crowded = staffed[own] > 0 or not any(count > 1 for index, count in staffed.items() if index != own)
+    crowded = staffed[own] > 0 or not any(staffed[index] > 1 for index in state.blocks if index != own)
     if alone and crowded:
         index = min(alone, key=behind)
         gap = state.blocks[own].version - state.blocks[index].version
@@ -62,8 +63,10 @@ def choose_block(now: float, state: RunState, options: Options, worker: WorkerSt
     return own, f"block {own} is this worker's block"
 
 
-def _others(now: float, state: RunState, options: Options, worker: WorkerState, index: int) -> int:
-    return sum(w.block == index and w.id != worker.id and is_alive(now, state, options, w.id) for w in state.workers.values())
+def _staffed(now: float, state: RunState, options: Options, worker: WorkerState) -> Counter[int | None]:
+    """How many others work on each block."""
+    since = now - options.alive  # as `is_alive`, for a thousand at a time
+    return Counter(w.block for w in state.workers.values() if w.seen >= since and not w.kicked and w.id != worker.id)
 
 
 def fusion_open(state: RunState, options: Options, index: int) -> bool:
@@ -118,13 +121,18 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
     length = round_length(block, options)
     running = block.round.deadline is not None
     deadline = block.round.deadline if block.round.deadline is not None else now + length
+    left = None if options.exclusive or worker.seconds_per_step is None else others_done_in(now, state, options, worker, index)
+    if left is not None:
+        if _better_waits(left, options, block, worker):
+            return Wait(min(options.poll, max(left, 0.25)), f"the next version of block {index} is worth waiting for: about {left:.1f} s")
+        options = replace(options, task_seconds=min(options.task_seconds, left))
     size = size_task(deadline - now, options, block, worker)
     if size.steps == 0:
         whole = size_task(length, options, block, worker)
         if whole.steps:
             return Wait(min(options.poll, max(deadline - now, 0.1)), f"{size.reason}; the next round of block {index} has time for you")
         least = size.least
-        if not running and not _others(now, state, options, worker, index):
+        if not running and not _staffed(now, state, options, worker)[index]:
             length = min(size.seconds / options.safety, options.longest_deadline)
             deadline = now + length
             size = replace(size, steps=least, reason=f"{least} steps; the deadline is {length:.1f} s for its only worker")
@@ -134,7 +142,8 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
             return Wait(
                 options.poll, f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds"
             )
-    again = next((x for x in sorted(state.leases.values(), key=lambda x: x.task) if _takeable(now, state, options, x, worker, index)), None)
+    current = [x for x in state.leases.values() if x.block == index and x.base == block.version]
+    again = min((x for x in current if _takeable(now, state, options, x, worker)), key=lambda x: x.task, default=None)
     ends = max(deadline, now + 2 * size.seconds) if options.lease is None else now + options.lease
     lease = Lease(
         task=again.task if again else state.next_task,
@@ -153,11 +162,28 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
     return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
 
 
-def _takeable(now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState, index: int) -> bool:
-    """An expired task of the current version; not one that is being uploaded by a living worker, as it may still arrive."""
-    block = state.blocks[index]
-    if lease.block != index or lease.base != block.version:
-        return False
+def others_done_in(now: float, state: RunState, options: Options, worker: WorkerState, index: int) -> float | None:
+    """Seconds until the others who train this version of a block are probably done, and there will be a next one; None: nobody does.
+
+    Tasks of a round that end together are merged together. Whoever began another one from the same version would be late with it.
+    """
+    version = state.blocks[index].version
+    of_round = (x for x in state.leases.values() if x.block == index and x.base == version and x.worker != worker.id)
+    at_work = (x for x in of_round if not x.expired and not x.trained and is_alive(now, state, options, x.worker))
+    ends = [min(x.finish(now), x.expires) for x in at_work]  # an upload may take any time
+    return max(0.0, max(ends) - now) if ends else None
+
+
+def _better_waits(left: float, options: Options, block: BlockState, worker: WorkerState) -> bool:
+    """Whether so little time is left that no task fits in."""
+    if options.fixed_steps is None:
+        return left < options.least_task * options.task_seconds
+    answered = any(update.worker == worker.id for update in block.round.updates)
+    return answered and left < worker.overhead + options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
+
+
+def _takeable(now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState) -> bool:
+    """Whether a task of the current version has expired; not if a living worker is uploading it, as it may still arrive."""
     if lease.worker == worker.id and not lease.trained:
         return True  # its worker came back without it, or has too little time left for it
     alive = is_alive(now, state, options, lease.worker)

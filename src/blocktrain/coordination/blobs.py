@@ -17,6 +17,7 @@ from blocktrain.files import sync_folder
 from blocktrain.protocol.transfer import sha256
 
 PIECE = 1 << 20
+STRIPES = 64  # uploads that do not wait for each other
 _NAME = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -34,7 +35,8 @@ class Blobs:
         self._uploads = folder / "uploads"
         self._partial = folder / "partial"
         self._on_failure = on_failure
-        self._uploading = threading.RLock()  # chunks come from several threads, also twice
+        self._uploading = [threading.RLock() for _ in range(STRIPES)]  # chunks come from several threads, also twice
+        self._durable: set[str] = set()  # folders that this process has made sure of
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # what a crash left half written
             for part in (self._names, self._uploads, self._partial):
@@ -92,8 +94,11 @@ class Blobs:
 
     def _make_folders(self, folder: Path) -> None:
         for part in (folder.parent, folder):
-            part.mkdir(exist_ok=True)
-            sync_folder(part.parent)  # always: a crash may have come between the two
+            name = part.relative_to(self._names).as_posix()
+            if name not in self._durable:
+                part.mkdir(exist_ok=True)
+                sync_folder(part.parent)  # also if it is there: a crash may have come between the two
+                self._durable.add(name)
 
     def read(self, name: str) -> bytes:
         """The bytes, after they were found to hash to their name."""
@@ -137,7 +142,7 @@ class Blobs:
             try:
                 with os.fdopen(handle, "wb") as out:
                     out.write(content)
-                with self._uploading:
+                with self._alone(task):
                     folder.mkdir(parents=True, exist_ok=True)
                     for old in folder.glob(f"{index}.*"):
                         old.unlink()
@@ -150,14 +155,14 @@ class Blobs:
 
     def chunks(self, task: int, fence: int) -> dict[int, str]:
         """Which chunks of an upload are here, with their sha256: what a worker need not send again."""
-        with self._uploading:
+        with self._alone(task):
             found = [path.name.partition(".") for path in self._upload(task, fence).glob("*.*")]
         return {int(index): name for index, _, name in found if index.isdecimal() and is_name(name)}
 
     def assemble(self, task: int, fence: int, chunks: list[str], name: str) -> str:
         """One durable blob from all chunks of an upload. Chunks that are missing or rotten are named, and forgotten."""
         folder = self._upload(task, fence)
-        with self._uploading:
+        with self._alone(task):
             here = self.chunks(task, fence)
             missing = [
                 index for index, chunk in enumerate(chunks) if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
@@ -170,16 +175,19 @@ class Blobs:
 
     def drop_chunks(self, task: int, fence: int) -> None:
         """Forget an upload: it is a blob now, or will never be."""
-        with self._uploading:
+        with self._alone(task):
             shutil.rmtree(self._upload(task, fence), ignore_errors=True)
 
     def keep_uploads(self, wanted: set[tuple[int, int]]) -> None:
-        """Forget all uploads but those of these (task, fence)."""
+        """Forget all uploads but those of these (task, fence); before anything else is done with them."""
         names = {self._upload(task, fence).name for task, fence in wanted}
-        with self._uploading:
-            for folder in self._uploads.iterdir():
-                if folder.name not in names:
-                    shutil.rmtree(folder, ignore_errors=True)
+        for folder in self._uploads.iterdir():
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _alone(self, task: int) -> threading.RLock:
+        """The lock of a task's upload."""
+        return self._uploading[task % STRIPES]
 
     def _upload(self, task: int, fence: int) -> Path:
         if not (isinstance(task, int) and isinstance(fence, int) and task >= 0 and fence >= 0):

@@ -8,7 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import ssl
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -46,6 +49,8 @@ from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import range_header, sha256
 
 R = TypeVar("R", bound=Message)
+FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8  # chunks of an upload on their way at a time
+BRISK_SECONDS = 2.0  # a chunk that takes longer is on a slow line
 
 
 class Calls(Protocol):
@@ -283,12 +288,37 @@ def fetch(client: Calls, blob: Blob, target: Path, *, worker: str = "", progress
 
 
 def upload(client: Calls, task: int, ticket: str, chunks: list[bytes], sent: Callable[[int], None] = lambda _: None) -> None:
-    """All chunks that the coordinator does not have yet; after an interruption just call it again."""
+    """All chunks that the coordinator does not have yet, several at a time; after an interruption just call it again."""
     have = set(client.upload_state(task, ticket).have)
-    for index, chunk in enumerate(chunks):
-        if index not in have:
-            client.put_chunk(task, index, ticket, chunk, sha256(chunk))
-        sent(len(chunk))
+    missing = deque(index for index in range(len(chunks)) if index not in have)
+    for index in have.intersection(range(len(chunks))):
+        sent(len(chunks[index]))
+
+    def put(index: int) -> int:
+        digest = sha256(chunks[index])
+        try:
+            client.put_chunk(task, index, ticket, chunks[index], digest)
+        except Unreachable:  # a line that was cut: over a new one this chunk alone is sent again
+            client.put_chunk(task, index, ticket, chunks[index], digest)
+        return len(chunks[index])
+
+    room, out = FIRST_IN_FLIGHT, dict[Future[int], float]()
+    pool = ThreadPoolExecutor(MOST_IN_FLIGHT, thread_name_prefix=f"upload-{task}")
+    try:
+        while missing or out:
+            while missing and len(out) < room:
+                out[pool.submit(put, missing.popleft())] = time.monotonic()
+            for done in wait(out, return_when=FIRST_COMPLETED).done:
+                took = time.monotonic() - out.pop(done)
+                sent(done.result())
+                room = next_room(room, took)
+    finally:
+        pool.shutdown()  # those on their way arrive, or fail: they need not be sent again
+
+
+def next_room(room: int, seconds: float) -> int:
+    """How many chunks may be on their way after one took so long: a long line is filled, a slow one not shared until they time out."""
+    return min(room + 1, MOST_IN_FLIGHT) if seconds <= BRISK_SECONDS else max(1, room - 1)
 
 
 def retry_later(error: BlockTrainError) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blocktrain.coordination.blobs import Blobs
 from blocktrain.coordination.merge import Before, Candidate, Merged, MergeOptions, Update, merge
 from blocktrain.coordination.records import Store, UpdateRecord, VersionRecord
-from blocktrain.protocol.codec import Tensors, open_update, pack, schema_of, unpack
+from blocktrain.protocol.codec import Schema, Tensors, open_update, pack, schema_of, unpack
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
+
+Waiting = Mapping[str, tuple[Submission, Order]]  # by update
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,19 @@ class Closed:
         return left
 
 
-def close_round(
-    store: Store,
-    parent: VersionRecord,
-    names: Sequence[str],
-    waiting: Mapping[str, tuple[Submission, Order]],
-    options: MergeOptions,
-) -> Closed:
-    """Merge the named updates of a block and store the result."""
+def merge_round(store: Store, parent: VersionRecord, waiting: Waiting, options: MergeOptions) -> Merged:
+    """The updates of a block that wait, merged; nothing is written yet, and of the updates only names and figures are kept."""
     current = _tensors(store.blobs, parent.weights)
     momentum = None if parent.momentum is None else _tensors(store.blobs, parent.momentum)
     records = {u.id: u for u in store.pending(parent.block)}
-    updates = [_opened(store, records[name], waiting[name][1], current, parent.version) for name in names]
+    block = _Current(current, schema_of(current), parent.version)
+    updates = [_opened(store, records[name], order, block) for name, (_, order) in waiting.items()]
     merged = merge(Before(current, options, momentum, parent.norms), updates)
+    return replace(merged, used=tuple(replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used))
+
+
+def close_round(store: Store, merged: Merged, waiting: Waiting) -> Closed:
+    """What a merge made, on the disk."""
     if merged.state is None:
         return Closed(merged, None, None, None, ())
     used = [waiting[c.update.id] for c in merged.used]
@@ -55,12 +57,19 @@ def _tensors(blobs: Blobs, name: str) -> Tensors:
     return unpack(blobs.read(name))
 
 
-def _opened(store: Store, record: UpdateRecord, order: Order, current: Tensors, version: int) -> Update:
-    opened = open_update(store.blobs.read(record.payload), schema_of(current), method=order.compression)
+@dataclass(frozen=True)
+class _Current:
+    tensors: Tensors
+    schema: Schema
+    version: int
+
+
+def _opened(store: Store, record: UpdateRecord, order: Order, current: _Current) -> Update:
+    opened = open_update(store.blobs.read(record.payload), current.schema, method=order.compression)
     base = None
-    if opened.absolute and record.base != version:  # late weights: only their difference to what they started from counts
+    if opened.absolute and record.base != current.version:  # late weights: only their difference to what they started from counts
         started = store.version(record.block, record.base)
-        base = current if started is None else _tensors(store.blobs, started.weights)
+        base = current.tensors if started is None else _tensors(store.blobs, started.weights)
     return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)
 
 

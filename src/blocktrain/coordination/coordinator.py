@@ -17,10 +17,12 @@ from blocktrain.coordination import overview, state
 from blocktrain.coordination.admission import accept, payload_limit
 from blocktrain.coordination.assignment import assign
 from blocktrain.coordination.blobs import PIECE
+from blocktrain.coordination.feed import EVENTS, Feed
 from blocktrain.coordination.live import LiveRun, note
 from blocktrain.coordination.policy import Policy
 from blocktrain.coordination.records import Store, WorkerRecord
 from blocktrain.coordination.store import open_store
+from blocktrain.coordination.telling import Teller
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, open_identity, verify, worker_id
@@ -36,7 +38,7 @@ def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) 
     """The coordinator of a folder, with the run that is in it or with none yet."""
     store = open_store(folder)
     try:
-        return Coordinator(store, open_identity(folder / "coordinator.pem"), clock)
+        return Coordinator(store, open_identity(folder / "coordinator.pem"), clock, Feed(folder / EVENTS))
     except BaseException:
         store.close()
         raise
@@ -45,8 +47,9 @@ def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) 
 class Coordinator:
     """One run, as others call it. Implements `client.Calls`."""
 
-    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float] = time.monotonic) -> None:
-        self._live = LiveRun(store, identity, clock)
+    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float] = time.monotonic, feed: Feed | None = None) -> None:
+        self.feed = feed or Feed()
+        self._live = LiveRun(store, identity, clock, Teller(self.feed))
         self._clock, self._identity = clock, identity
 
     @property
@@ -143,8 +146,9 @@ class Coordinator:
                 return m.TaskReply(next=self._leave(now, message.worker))
             speed = worker.seconds_per_step if message.speed == 0 else 1 / message.speed
             live.state = state.with_worker(live.state, replace(worker, seen=now, seconds_per_step=speed))
-            live.tick()
-            return m.TaskReply(next=self._next(now, message.worker, message.held))
+        live.tick()
+        with self._running():
+            return m.TaskReply(next=self._next(self._clock(), message.worker, message.held))
 
     def heartbeat(self, message: m.Heartbeat) -> m.HeartbeatReply:
         """How far a task is. Extends nothing; says whether going on makes sense."""
@@ -177,6 +181,11 @@ class Coordinator:
             lease = self._ticketed(task, ticket)
             return m.UploadState(task=task, have=tuple(sorted(live.store.blobs.chunks(task, lease.fence))))
 
+    def holder(self, task: int) -> tuple[str, int]:
+        """Whose a task is, and of which block; nobody's if it is not out."""
+        lease = self._live.state.leases.get(task)
+        return (lease.worker, lease.block) if lease else ("", 0)
+
     def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> m.UploadState:
         """Keep one chunk; the last may be shorter than the others."""
         with self._running() as live:
@@ -194,16 +203,11 @@ class Coordinator:
         """Judge an update, record it, and only then say so. The same (task, payload) gets the same receipt for ever."""
         with self._running() as live:
             worker = self._verified(message, message.run, message.worker)
-            now = self._clock()
-            live.state = state.with_worker(live.state, replace(worker, seen=now))
-            known = live.store.answer(message.task, message.payload_sha256)
-            if known is not None:
-                if known.update.worker != message.worker:
-                    raise Refused(Code.NOT_YOUR_TASK, f"task {message.task} was answered by another worker")
-                content = known.receipt
-            else:
-                content = accept(live, now, message)
-            live.tick()
+            live.state = state.with_worker(live.state, replace(worker, seen=self._clock()))
+        content = accept(live, message)
+        live.tick()
+        with self._running() as live:
+            live.merging.wait(message.block)  # a round that somebody else is closing now has this update in it
             receipt = m.read(m.Receipt, content)
             held = m.Held(block=message.block, optimizer=message.task, residual=message.task)
             return m.SubmitReply(receipt=receipt, next=self._next(self._clock(), message.worker, held))
@@ -239,7 +243,8 @@ class Coordinator:
     def status(self) -> Status:
         """Everything for people and pages."""
         with self._running() as live:
-            return overview.status(live, self._clock())
+            now = self._clock()
+        return overview.status(live, now)
 
     def kick(self, message: m.Kick) -> None:
         """Remove a worker: its open tasks are free, and it cannot come back."""
@@ -294,6 +299,8 @@ class Coordinator:
 
     def _next(self, now: float, worker: str, held: m.Held | None) -> m.Task | m.Wait:
         """What a worker does next; a granted task is in the ledger before it is handed out."""
+        if self._live.options.exclusive:
+            self._live.merging.wait()  # what a block makes next starts from what it makes now
         decision = assign(now, self._live.state, self._live.options, worker)
         if isinstance(decision, state.Stop):
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)
@@ -320,6 +327,7 @@ class Coordinator:
         known = self._live.state.workers[worker]
         self._live.save(now, state.with_worker(self._live.state, replace(known, block=None)))  # after a restart it is still gone
         self._live.save(now, state.without_worker(self._live.state, worker))
+        self._live.teller.left(self._live, worker)
         self._live.tick()
         return m.Wait(seconds=0.0, code="finished", reason="you have left; join again at any time")
 

@@ -9,24 +9,29 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from blocktrain.coordination import watch_api
 from blocktrain.coordination.blobs import is_name
 from blocktrain.coordination.coordinator import Coordinator
+from blocktrain.coordination.metrics import Metrics
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
 
 TICK_SECONDS = 0.2
@@ -35,9 +40,12 @@ MIN_RATE = 16 << 10  # bytes a second; slower bodies are given up
 MAX_SERVED = 256  # requests at a time that the coordinator works on
 MAX_MOVING = 1024  # requests at a time whose bytes are on the line, in either direction
 MAX_FROM_ONE = 64  # of both together, from one address
+LISTENERS = "listeners"  # stands for the addresses of those who read the stream of events
 _RANGE = re.compile(r"bytes=([0-9]{1,16})-([0-9]{0,16})\Z")
 
 Handler = Callable[[Request], Awaitable[Response]]
+Who = Literal["anyone", "member", "operator"]
+"""May come in: anyone at all, whoever has the join token, the operator alone."""
 
 
 @dataclass
@@ -49,11 +57,13 @@ class Door:
     served: Counter[str] = field(default_factory=Counter)
     moving: Counter[str] = field(default_factory=Counter)
 
-    def check(self, request: Request, *, operator: bool) -> None:
+    def check(self, request: Request, who: Who) -> None:
         """Refuse a request without its token (to join needs none where none is set); the operator's opens every door."""
+        if who == "anyone":
+            return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
         is_operator = bool(self.operator_token) and hmac.compare_digest(given, self.operator_token.encode())
-        if not is_operator and (operator or (self.token and not hmac.compare_digest(given, self.token.encode()))):
+        if not is_operator and (who == "operator" or (self.token and not hmac.compare_digest(given, self.token.encode()))):
             raise Refused(Code.BAD_TOKEN)
 
     def enter(self, address: str) -> None:
@@ -69,14 +79,18 @@ class Door:
         _take(self.served, address)
 
     @contextmanager
-    def on_the_line(self, address: str) -> Iterator[None]:
-        """While bytes come or go: a slow line does not take the place of somebody who could be served."""
+    def on_the_line(self, address: str, *, listening: bool = False) -> Iterator[None]:
+        """While bytes come or go: a slow line does not take the place of somebody who could be served.
+
+        Whoever only listens stays for hours: then it is nobody's address that is busy.
+        """
+        name = LISTENERS if listening else address
         _take(self.served, address)
-        self.moving[address] += 1
+        self.moving[name] += 1
         try:
             yield
         finally:
-            _take(self.moving, address)
+            _take(self.moving, name)
             self.served[address] += 1
 
 
@@ -93,20 +107,27 @@ def build_app(
     api = _Api(coordinator, Door(token, operator_token), on_fatal)
     routes = [
         Route("/healthz", api.health, methods=["GET"]),
-        Route("/v1/run", api.guarded(api.manifest), methods=["GET"]),
-        Route("/v1/join", api.guarded(partial(api.call, m.Join, coordinator.join)), methods=["POST"]),
-        Route("/v1/tasks", api.guarded(partial(api.call, m.TaskRequest, coordinator.next_task)), methods=["POST"]),
-        Route("/v1/heartbeat", api.guarded(partial(api.call, m.Heartbeat, coordinator.heartbeat)), methods=["POST"]),
-        Route("/v1/updates", api.guarded(partial(api.call, m.Submission, coordinator.submit)), methods=["POST"]),
-        Route("/v1/uploads/{task}", api.guarded(api.upload_state), methods=["GET"]),
-        Route("/v1/uploads/{task}/{index}", api.guarded(api.put_chunk), methods=["PUT"]),
-        Route("/v1/blobs/{name}", api.guarded(api.blob), methods=["GET"]),
-        Route("/v1/status", api.guarded(api.status), methods=["GET"]),
-        Route("/v1/ledger", api.guarded(api.ledger), methods=["GET"]),
-        Route("/v1/kick", api.guarded(partial(api.call, m.Kick, coordinator.kick), operator=True), methods=["POST"]),
-        Route("/{anything:path}", api.guarded(_nowhere), methods=["GET", "POST", "PUT", "DELETE", "PATCH"]),
+        api.route("GET", "/v1/run", api.manifest),
+        api.route("POST", "/v1/join", partial(api.call, m.Join, coordinator.join)),
+        api.route("POST", "/v1/tasks", partial(api.call, m.TaskRequest, coordinator.next_task)),
+        api.route("POST", "/v1/heartbeat", partial(api.call, m.Heartbeat, coordinator.heartbeat)),
+        api.route("POST", "/v1/updates", partial(api.call, m.Submission, coordinator.submit)),
+        api.route("GET", "/v1/uploads/{task}", api.upload_state),
+        api.route("PUT", "/v1/uploads/{task}/{index}", api.put_chunk),
+        api.route("GET", "/v1/blobs/{name}", api.blob),
+        api.route("GET", "/v1/status", api.status),
+        api.route("GET", "/v1/ledger", api.ledger),
+        api.route("POST", "/v1/kick", partial(api.call, m.Kick, coordinator.kick), "operator"),
+        api.route("GET", "/v1/events", api.streams.events),
+        api.route("GET", "/metrics", api.read_metrics),
+        api.route("GET", "/v1/replay", watch_api.not_a_replay, "anyone"),
+        api.route("GET", "/", watch_api.page, "anyone"),
+        api.route("GET", "/page/{name}", watch_api.page, "anyone"),
+        api.route("GET POST PUT DELETE PATCH", "/{anything:path}", _nowhere),
     ]
-    return Starlette(routes=routes, lifespan=api.lifespan)
+    app = Starlette(routes=routes, lifespan=api.lifespan)
+    app.state.end_streams = api.streams.end
+    return app
 
 
 async def _nowhere(request: Request) -> Response:
@@ -116,15 +137,18 @@ async def _nowhere(request: Request) -> Response:
 class _Api:
     def __init__(self, coordinator: Coordinator, door: Door, on_fatal: Callable[[BlockTrainError], None]) -> None:
         self.coordinator, self.door, self.on_fatal = coordinator, door, on_fatal
+        self.streams = watch_api.Streams(coordinator.feed, coordinator.status)
+        self.metrics = Metrics(coordinator, lambda: self.streams.count)
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Deadlines pass also when nobody calls."""
-        ticking = asyncio.create_task(self._tick())
+        beside = [asyncio.create_task(work) for work in (self._tick(), self.streams.tell_status())]
         try:
             yield
         finally:
-            ticking.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _tick(self) -> None:
         while True:
@@ -135,25 +159,29 @@ class _Api:
                 return
             await asyncio.sleep(TICK_SECONDS)
 
-    def guarded(self, handler: Handler, *, operator: bool = False) -> ASGIApp:
+    def route(self, methods: str, path: str, handler: Handler, who: Who = "member") -> Route:
         """The handler behind the door."""
-        return _Guarded(self, handler, operator)
+        return Route(path, _Guarded(self, handler, who, path), methods=methods.split())
 
     async def answer(self, handler: Handler, request: Request) -> Response:
         """What a handler says, with every error as a refusal."""
         try:
             return await handler(request)
         except Refused as error:
-            return self.refusal(error)
+            return self.refusal(error, *getattr(request.state, "proven", ("", 0)))
         except BlockTrainError as error:  # not stored, damaged on the disk, or not as it was left: only a new start helps
             self.on_fatal(error)
             return self.refusal(Refused(Code.STORAGE_FAILED))
         except ClientDisconnect:
             return Response(status_code=400)
 
-    def refusal(self, error: Refused) -> Response:
-        """A no, counted."""
-        self.coordinator.live.recall.refused(error.code)
+    def refusal(self, error: Refused, worker: str = "", block: int = 0) -> Response:
+        """A no, counted and told; `worker` is blamed only for what it has signed, or holds the ticket for."""
+        live = self.coordinator.live
+        if error.code in _UNPROVEN:
+            worker, block = "", 0
+        live.recall.refused(error.code, worker, block)
+        live.teller.refused(error.code, error.sentence, worker, block)
         retry = 1.0 if error.code in (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED) else None
         # Some of the body may be unread: the connection cannot be used again.
         headers = {"Connection": "close"} if error.code in _UNREAD else {}
@@ -167,6 +195,9 @@ class _Api:
         """A message in, a message out."""
         content = await self._body(request, m.MAX_JSON)
         message = m.read(kind, content)
+        if isinstance(message, m.Signed):
+            worker = worker_id(message.public_key) if isinstance(message, m.Join) else getattr(message, "worker", "")
+            request.state.proven = (worker, getattr(message, "block", 0))
         reply = await run_in_threadpool(method, message)
         return self._answer(reply, len(content), getattr(message, "worker", ""))
 
@@ -183,6 +214,10 @@ class _Api:
         after = _number(request.query_params.get("after", "0"), "after")
         return self._answer(await run_in_threadpool(self.coordinator.ledger, after))
 
+    async def read_metrics(self, _: Request) -> Response:
+        """GET /metrics."""
+        return Response(await run_in_threadpool(self.metrics.text), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
     async def upload_state(self, request: Request) -> Response:
         """GET /v1/uploads/{task}."""
         task = _number(request.path_params["task"], "task")
@@ -194,6 +229,7 @@ class _Api:
         task, index = (_number(request.path_params[name], name) for name in ("task", "index"))
         ticket, digest = request.headers.get(m.TICKET_HEADER, ""), request.headers.get(m.DIGEST_HEADER, "")
         await run_in_threadpool(self.coordinator.upload_state, task, ticket)  # before the body: a stranger's bytes are not read
+        request.state.proven = self.coordinator.holder(task)
         content = await self._body(request, self.coordinator.live.policy.chunk_bytes)
         return self._answer(await run_in_threadpool(self.coordinator.put_chunk, task, index, ticket, content, digest))
 
@@ -244,23 +280,30 @@ class _Guarded:
 
     api: _Api
     handler: Handler
-    operator: bool
+    who: Who
+    path: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, door = Request(scope, receive), self.api.door
-        address = _address(request)
+        address, began = _address(request), time.monotonic()
         try:
-            door.check(request, operator=self.operator)
+            door.check(request, self.who)
             door.enter(address)
         except Refused as error:
-            await self.api.refusal(error)(scope, receive, send)
+            response = self.api.refusal(error)
+            self._count(request, response, began)
+            await response(scope, receive, send)
             return
         try:
             response = await self.api.answer(self.handler, request)
-            with door.on_the_line(address):
+            self._count(request, response, began)
+            with door.on_the_line(address, listening=isinstance(response, watch_api.Told)):
                 await response(scope, receive, send)
         finally:
             door.leave(address)
+
+    def _count(self, request: Request, response: Response, began: float) -> None:
+        self.api.metrics.answered(request.method, self.path, response.status_code, time.monotonic() - began)
 
 
 _UNREAD = (
@@ -274,6 +317,9 @@ _UNREAD = (
     Code.STALE_FENCE,
     Code.UNKNOWN_TASK,
 )
+
+# Said before a signature is checked:
+_UNPROVEN = (Code.BAD_SIGNATURE, Code.UNKNOWN_WORKER, Code.WRONG_RUN, Code.WRONG_PROTOCOL, Code.BUSY)
 
 
 def _json(message: m.Message, status: int = 200, headers: dict[str, str] | None = None) -> Response:

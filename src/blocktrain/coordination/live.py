@@ -1,6 +1,7 @@
 """The run as it is now: state, store and decisions kept in step. Commits first, then changes what it knows.
 
-The caller holds `lock`. After StorageFailed nothing may be acknowledged any more: the process exits and recovers at its next start.
+The caller holds `lock`, but not for what takes long: bytes become durable and updates are merged while others are served. After
+StorageFailed nothing may be acknowledged any more: the process exits and recovers at its next start.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any
 from blocktrain.config import Config, make_config
 from blocktrain.coordination import state
 from blocktrain.coordination.blobs import PIECE
-from blocktrain.coordination.closing import Closed, close_round
-from blocktrain.coordination.ledger import Note
+from blocktrain.coordination.closing import Closed, close_round, merge_round
+from blocktrain.coordination.ledger import Entry, Note
+from blocktrain.coordination.merging import Merging
+from blocktrain.coordination.meter import Meter
 from blocktrain.coordination.policy import Policy, make_policy
 from blocktrain.coordination.recall import Recall
 from blocktrain.coordination.records import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
-from blocktrain.coordination.rounds import advanced, decide, finished, round_length
+from blocktrain.coordination.rounds import advanced, deadline_after, decide, finished, round_length
+from blocktrain.coordination.telling import Teller
 from blocktrain.coordination.transitions import changes_between
 from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.protocol import ledger as facts
@@ -44,15 +48,18 @@ class LiveRun:
     policy: Policy
     options: state.Options
 
-    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float]) -> None:
-        self.store, self.identity, self.clock = store, identity, clock
+    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float], teller: Teller) -> None:
+        self.store, self.identity, self.clock, self.teller = store, identity, clock, teller
         self.lock = threading.RLock()
+        self.merging = Merging(self.lock)  # no update of a block whose round is being closed is recorded
         self.began = self._flushed = clock()
         self.state = state.RunState()
         self.known: dict[str, WorkerRecord] = {}
         self.recall = Recall()
+        self._newest: dict[int, VersionRecord] = {}  # by block; the store knows them all
         self.schemas: dict[int, Schema] = {}
-        self.traffic: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.meter = Meter()
+        self.arriving: Counter[str] = Counter()  # payloads that are on the disk and not recorded yet
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: what it said last
         self.reason = ""
         self.ready = False
@@ -113,7 +120,10 @@ class LiveRun:
         self.known = {w.state.id: w for w in self.store.workers()}
         self.recall.forget_tasks(set(self.state.leases))
         self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in self.state.leases.values()})
+        self.meter.begin(self.store.traffic())
         self.ready = True
+        self.recall.fresh = []  # what was committed before has been told
+        self.teller.began(self)
         self.save(now, self.state, notes=[note("start", facts.StartFacts(epoch=self.store.epoch))])
         self.tick()
 
@@ -121,13 +131,16 @@ class LiveRun:
         """Commit the byte counters and the time that has passed, and let go of the folder."""
         with self.lock:
             try:
-                if self.ready:
+                ready, self.ready = self.ready, False
+                self.merging.wait()
+                if ready:
                     self._flush(self.clock())
             except StorageFailed:
                 pass  # it was said when it happened; the next start recovers
             finally:
-                self.ready = False
+                self.merging.close()
                 self.store.close()
+                self.teller.close()
 
     @property
     def finished(self) -> str | None:
@@ -141,21 +154,25 @@ class LiveRun:
 
     def version(self, index: int, number: int | None = None) -> VersionRecord:
         """A version that must be there."""
-        found = self.store.version(index, number)
-        if found is None:
+        newest = self._newest.get(index) or self.store.version(index)
+        found = newest if newest is None or number in (None, newest.version) else self.store.version(index, number)
+        if newest is None or found is None:
             raise RunError(f"version {number} of block {index} is missing; restore the folder from a backup")
+        self._newest[index] = newest
         return found
 
     def blob(self, name: str) -> m.Blob:
         """A stored blob as messages name it."""
         return m.Blob(sha256=name, length=self.store.blobs.size(name))
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of the whole run, in and out."""
+        return self.meter.moved
+
     def count(self, block: int, worker: str, bytes_in: int = 0, bytes_out: int = 0) -> None:
         """Add to the byte counters; they are committed with the next transaction."""
-        with self.lock:
-            counter = self.traffic[block, worker if worker in self.known else ""]
-            counter[0] += bytes_in
-            counter[1] += bytes_out
+        self.meter.add(Traffic(block, worker if worker in self.known else "", bytes_in, bytes_out))
 
     def save(self, now: float, after: state.RunState, notes: Sequence[Note] = (), nonces: Sequence[tuple[str, str, float]] = ()) -> None:
         """Commit the way to a new state; then it is the state."""
@@ -166,47 +183,62 @@ class LiveRun:
         self._became(after)
 
     def _changes(self, after: state.RunState, **more: Any) -> Changes:
-        traffic = [Traffic(block, worker, *counts) for (block, worker), counts in self.traffic.items() if any(counts)]
-        return replace(changes_between(self.state, after, self.known), traffic=traffic, **more)
+        return replace(changes_between(self.state, after, self.known), traffic=self.meter.take(), **more)
 
     def _became(self, after: state.RunState) -> None:
         """What was just committed is known from now on."""
         self.state = after
-        self.traffic.clear()
+        self.meter.settle()
         for name, worker in after.workers.items():
-            self.known[name] = replace(self.known[name], state=worker)
+            if self.known[name].state is not worker:
+                self.known[name] = replace(self.known[name], state=worker)
         if len(self.recall.orders) > 2 * len(after.leases) + 64:
             self.recall.forget_tasks(set(after.leases))
+        fresh, self.recall.fresh = self.recall.fresh or (), []
+        for kind, body in fresh:
+            self.teller.committed(self, kind, body)
 
     def tick(self) -> None:
-        """Do all that is due: expire leases, extend and close rounds, finish."""
+        """Do all that is due: expire leases, extend and close rounds, finish. Who closes a round returns when its version is there."""
+        while due := self._decide():
+            try:
+                while due:
+                    self._close_round(due[0])
+                    due.pop(0)
+            finally:
+                with self.lock:
+                    self.merging.free(action.block for action in due)
+
+    def _decide(self) -> list[state.Close]:
+        """Do what is due but for the rounds that close; these are the caller's, and nobody else touches their blocks until it is done."""
         with self.lock:
             if not self.ready:
-                return
-            while True:
-                now = self.clock()
-                actions, self.reason = decide(now, self.state, self.options)
-                for action in actions:
+                return []
+            now = self.clock()
+            actions, self.reason = decide(now, self.state, self.options)
+            free = [action for action in actions if getattr(action, "block", None) not in self.merging]
+            due = [action for action in free if isinstance(action, state.Close)]
+            for action in free:
+                if not isinstance(action, state.Close):
                     self._act(now, action)
-                if not any(isinstance(action, state.Close) for action in actions):
-                    break
-            if now - self._flushed > FLUSH_SECONDS:
-                self._flush(now)
+            self.merging.claim(action.block for action in due)
+            if not due:
+                self.teller.look(self, now)
+                if now - self._flushed > FLUSH_SECONDS:
+                    self._flush(now)
+            return due
 
     def _flush(self, now: float) -> None:
         """Commit what has changed without an event: byte counters, and the time left of what is out, or a restart would give it anew."""
         self._flushed = now
-        leases = [lease for lease in self.state.leases.values() if not lease.expired]
+        out = [lease for lease in self.state.leases.values() if not lease.expired]
         rounds = {index: (b.version, b.round) for index, b in self.state.blocks.items() if b.round.deadline is not None}
-        changes = replace(self._changes(self.state), leases=leases, rounds=rounds)
+        changes = replace(self._changes(self.state), times=out, rounds=rounds)
         if changes:
             self.store.save(now, changes)
             self._became(self.state)
 
     def _act(self, now: float, action: state.Action) -> None:
-        if isinstance(action, state.Close):
-            self._close_round(now, action)
-            return
         after = state.apply(self.state, action)
         notes = []
         if isinstance(action, state.Expire):
@@ -225,11 +257,20 @@ class LiveRun:
         if after != self.state or notes:
             self.save(now, after, notes)
 
-    def _close_round(self, now: float, action: state.Close) -> None:
-        """Merge and publish, or go on without the updates that cannot be merged."""
+    def _close_round(self, action: state.Close) -> None:
+        """Merge without the lock, then publish; afterwards the block is free again."""
+        with self.lock:
+            parent = self.version(action.block)
+            waiting = {name: self.recall.waiting[name] for name in action.updates}
+        merged = self.merging.run(merge_round, self.store, parent, waiting, self.policy.merge_options())
+        closed = close_round(self.store, merged, waiting)
+        with self.lock:
+            self._publish(self.clock(), action, parent, closed)
+            self.merging.free([action.block])
+
+    def _publish(self, now: float, action: state.Close, parent: VersionRecord, closed: Closed) -> None:
+        """The next version, or the same round without the updates that cannot be merged."""
         index = action.block
-        parent = self.version(index)
-        closed = close_round(self.store, parent, action.updates, self.recall.waiting, self.policy.merge_options())
         if closed.weights is None:
             after = state.left_out(self.state, index, frozenset(closed.dropped))
             empty = round_facts(index, parent.version, "empty", round_length(self.state.blocks[index], self.options), closed.merged.reason)
@@ -256,6 +297,7 @@ class LiveRun:
         body = self._version_body(record, closed)
         entry = self.store.publish_version(now, record, sorted(used), closed.dropped, body, self._changes(after))
         self.recall.follow(entry)
+        self._newest[index] = record
         self._became(after)
 
     def _version_body(self, record: VersionRecord, closed: Closed | None) -> dict[str, Any]:
@@ -281,27 +323,32 @@ class LiveRun:
         """Write an accepted update, its receipt and everything that follows from it in one transaction."""
         order = self.recall.orders[message.task]
         arrived = state.Arrived(update.id, update.worker, update.tokens, update.steps, update.staleness, update.weight)
-        length = round_length(self.state.blocks[message.block], self.options)
-        after = state.arrived(self._timed(message, update), message.task, arrived, now + length, update.seconds)
+        deadline = deadline_after(now, self.state.blocks[message.block], self.options, update.seconds)
+        after = state.arrived(self._timed(message, update), message.task, arrived, deadline, update.seconds)
         body = facts.UpdateFacts(submission=message, order=order).model_dump(mode="json")
         nonce = (message.worker, message.nonce, time.time())
+        written: list[Entry] = []
 
-        def receipt(entry: Any) -> bytes:
+        def receipt(entry: Entry) -> bytes:
+            written.append(entry)
             return m.write(self._receipt(message, update, sentence, entry.hash))
 
         try:
             answer = self.store.record_update(now, update, receipt, body, self._changes(after, nonces=[nonce]))
         except Conflict as error:
             raise Refused(Code.REPLAYED, str(error)) from None
-        self.recall.catch_up(self.store)
+        for entry in written:
+            self.recall.follow(entry)
+        for _, told in self.recall.fresh or ():
+            told["sentence"] = sentence  # for people; the ledger does without
         self._became(after)
         self.store.blobs.drop_chunks(message.task, message.fence)
         return answer.receipt
 
     def _timed(self, message: m.Submission, update: UpdateRecord) -> state.RunState:
         """What this task says about its worker: how long a step takes, and what time goes into everything else."""
-        worker = self.state.workers[message.worker]
-        if update.seconds is None or not 0 < message.seconds <= update.seconds:
+        worker = self.state.workers.get(message.worker)
+        if worker is None or update.seconds is None or not 0 < message.seconds <= update.seconds:
             return self.state
         extra = update.seconds - message.seconds
         overhead = min(SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra, self.options.task_seconds / 2)

@@ -2,77 +2,68 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Literal
 
 from blocktrain.coordination.live import LiveRun
+from blocktrain.coordination.meter import NONE
 from blocktrain.coordination.recall import Tally
+from blocktrain.coordination.records import WorkerRecord
 from blocktrain.coordination.rounds import decide_round, is_alive, round_length, target_replicas
-from blocktrain.coordination.state import WorkerState, remaining
+from blocktrain.coordination.state import Lease, RunState, WorkerState, remaining
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
-from blocktrain.protocol.status import BlockStatus, RoundStatus, Status, WorkerStatus
+from blocktrain.protocol.status import MAX_WORKERS, BlockStatus, RoundStatus, Status, WorkerStatus
 
-Bytes = dict[str, int]
+Presence = Literal["training", "waiting", "lost", "left", "kicked"]
 
 
 def status(live: LiveRun, now: float) -> Status:
-    """`GET /v1/status`."""
-    by_block, by_worker, total = _traffic(live)
-    over = live.finished
+    """`GET /v1/status`. Needs no lock: what a run knows is never changed in place, only replaced."""
+    run, over = live.state, live.finished
+    training = {x.worker: x for x in run.leases.values() if not x.expired and not x.trained}
+    bytes_in, bytes_out = live.moved
     return Status(
         protocol=PROTOCOL,
         run=live.run.run,
         fingerprint=live.run.fingerprint,
-        state="finished" if over else "stopping" if live.state.stopping else "running",
+        state="finished" if over else "stopping" if run.stopping else "running",
         reason=(over or live.reason)[:MAX_SENTENCE],
         up_seconds=now - live.began,
         rounds=live.recall.versions,
-        tokens=sum(block.tokens for block in live.state.blocks.values()),
+        tokens=sum(block.tokens for block in run.blocks.values()),
         token_budget=live.policy.tokens,
         round_budget=live.policy.rounds,
-        blocks=tuple(_block(live, now, index, by_block[index]) for index in sorted(live.state.blocks)),
-        workers=tuple(_worker(live, now, name, by_worker[name]) for name in sorted(live.known)),
+        task_seconds=live.options.task_seconds,
+        task_steps=live.options.fixed_steps,
+        blocks=tuple(_block(live, run, now, index) for index in sorted(run.blocks)),
+        workers=tuple(_worker(live, run, now, record, training.get(name)) for name, record in sorted(_shown(live, run))),
         refusals={Code(code): count for code, count in sorted(live.recall.refusals.items())},
-        bytes_in=total["bytes_in"],
-        bytes_out=total["bytes_out"],
+        scores=live.teller.feed.scores,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
     )
 
 
-def _traffic(live: LiveRun) -> tuple[dict[int, Bytes], dict[str, Bytes], Bytes]:
-    """Bytes per block, per worker and in all: what is committed and what is not yet."""
-    by_block: dict[int, Bytes] = defaultdict(lambda: {"bytes_in": 0, "bytes_out": 0})
-    by_worker: dict[str, Bytes] = defaultdict(lambda: {"bytes_in": 0, "bytes_out": 0})
-    total = {"bytes_in": 0, "bytes_out": 0}
-    counted = [(t.block, t.worker, t.bytes_in, t.bytes_out) for t in live.store.traffic()]
-    counted += [(block, worker, *counts) for (block, worker), counts in live.traffic.items()]  # type: ignore[misc]
-    for block, worker, bytes_in, bytes_out in counted:
-        for counter in (by_block[block], by_worker[worker], total):
-            counter["bytes_in"] += bytes_in
-            counter["bytes_out"] += bytes_out
-    return by_block, by_worker, total
-
-
-def _block(live: LiveRun, now: float, index: int, traffic: Bytes) -> BlockStatus:
-    block = live.state.blocks[index]
+def _block(live: LiveRun, run: RunState, now: float, index: int) -> BlockStatus:
+    block = run.blocks[index]
+    bytes_in, bytes_out = live.meter.by_block.get(index, NONE)
     tally = live.recall.blocks.get(index, Tally())
-    _, why = decide_round(now, live.state, live.options, index)
+    _, why = decide_round(now, run, live.options, index)
     current = RoundStatus(
         version=block.version,
         updates=len(block.round.updates),
-        leased=sum(x.block == index and not x.expired for x in live.state.leases.values()),
-        target=target_replicas(now, live.state, live.options, index),
+        leased=sum(x.block == index and not x.expired for x in run.leases.values()),
+        target=target_replicas(now, run, live.options, index),
         minimum=live.options.min_replicas,
         extensions=int(block.round.extended),
         open_seconds=max(0.0, round_length(block, live.options) - (remaining(now, block.round.deadline) or 0.0)),
         deadline_seconds=remaining(now, block.round.deadline) or 0.0,
         reason=why[:MAX_SENTENCE],
     )
-    newest = live.newest(index)
     return BlockStatus(
         block=index,
-        version=newest.version,
-        weights=newest.weights,
+        version=block.version,
+        weights=live.blob(live.version(index, block.version).weights),
         steps=block.steps,
         tokens=block.tokens,
         loss=block.loss,
@@ -80,22 +71,30 @@ def _block(live: LiveRun, now: float, index: int, traffic: Bytes) -> BlockStatus
         refused=tally.refused,
         late=tally.late,
         round=current,
-        **traffic,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
     )
 
 
-def _worker(live: LiveRun, now: float, name: str, traffic: Bytes) -> WorkerStatus:
-    record = live.known[name]
-    found = live.state.workers.get(name)
+def _shown(live: LiveRun, run: RunState) -> list[tuple[str, WorkerRecord]]:
+    """Whoever is here, then those that were."""
+    known = list(live.known.items())
+    here, gone = ([item for item in known if (item[0] in run.workers) is present] for present in (True, False))
+    return [*here, *gone][:MAX_WORKERS]
+
+
+def _worker(live: LiveRun, run: RunState, now: float, record: WorkerRecord, lease: Lease | None) -> WorkerStatus:
+    name = record.state.id
+    found = run.workers.get(name)
     tally = live.recall.workers.get(name, Tally())
-    lease = next((x for x in live.state.leases.values() if x.worker == name and not x.expired and not x.trained), None)
+    bytes_in, bytes_out = live.meter.by_worker.get(name, NONE)
     said = live.progress.get(name)
     speed = found.seconds_per_step if found else None
-    return WorkerStatus(
+    return WorkerStatus.model_construct(  # from what was validated when it came: checking a thousand again takes long
         worker=name,
         name=record.name,
         device=live.recall.devices.get(name, ""),
-        state=_state(live, now, found, lease is not None),
+        state=_state(live, run, now, found, lease is not None),
         block=found.block if found else None,
         task=lease.task if lease else None,
         step=lease.done_steps if lease else 0,
@@ -106,15 +105,16 @@ def _worker(live: LiveRun, now: float, name: str, traffic: Bytes) -> WorkerStatu
         refused=tally.refused,
         tokens=tally.tokens,
         seen_seconds=max(0.0, now - found.seen) if found else 0.0,
-        **traffic,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
     )
 
 
-def _state(live: LiveRun, now: float, worker: WorkerState | None, busy: bool) -> Literal["training", "waiting", "lost", "left", "kicked"]:
+def _state(live: LiveRun, run: RunState, now: float, worker: WorkerState | None, busy: bool) -> Presence:
     if worker is None:
         return "left"
     if worker.kicked:
         return "kicked"
-    if not is_alive(now, live.state, live.options, worker.id):
+    if not is_alive(now, run, live.options, worker.id):
         return "lost"
     return "training" if busy else "waiting"

@@ -38,6 +38,7 @@ class Recall:
     versions: int = 0  # made by merging
     finished: bool = False  # the ledger says that the run ended
     seen: int = 0  # entries
+    fresh: list[tuple[str, dict[str, Any]]] | None = None  # entries that nobody was told of yet; None: they need not be
 
     def catch_up(self, store: Store) -> None:
         """Read what is new in the ledger."""
@@ -48,8 +49,11 @@ class Recall:
     def follow(self, entry: Entry) -> None:
         """Take one more entry into account."""
         self.seen = entry.seq
+        body = json.loads(entry.body)
         if entry.kind in ("run", "join", "lease", "update", "version", "round", "finish"):
-            getattr(self, f"_{entry.kind}")(json.loads(entry.body))
+            getattr(self, f"_{entry.kind}")(body)
+        if self.fresh is not None:
+            self.fresh.append((entry.kind, body))
 
     def _run(self, body: dict[str, Any]) -> None:
         for part in ("train", "valid"):

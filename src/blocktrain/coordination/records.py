@@ -85,6 +85,7 @@ class Changes:
     """What is committed together with a transaction, or as one of its own."""
 
     leases: Sequence[Lease] = ()
+    times: Sequence[Lease] = ()  # nothing but time has passed for these
     lost: Sequence[int] = ()  # tasks that can no longer count
     dropped: Mapping[str, str] = field(default_factory=dict)  # accepted updates that a merge refused without making a version -> reason
     rounds: Mapping[int, tuple[int, RoundState]] = field(default_factory=dict)  # block -> (version, its open round)

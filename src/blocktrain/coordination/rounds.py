@@ -23,8 +23,8 @@ from blocktrain.coordination.state import (
 def decide(now: float, state: RunState, options: Options) -> tuple[tuple[Action, ...], str]:
     """All that is due now. The reason names every action, or what is being waited for."""
     actions: list[Action] = [_expiry(lease) for lease in state.leases.values() if not lease.expired and now >= lease.expires]
-    gone = {action.task for action in actions if isinstance(action, Expire)}
-    kept = replace(state, leases={t: replace(x, expired=x.expired or t in gone) for t, x in state.leases.items()})
+    gone = {a.task: replace(state.leases[a.task], expired=True) for a in actions if isinstance(a, Expire)}
+    kept = replace(state, leases={**state.leases, **gone}) if gone else state
     waiting = []
     for index in sorted(kept.blocks):
         action, reason = decide_round(now, kept, options, index)
@@ -122,6 +122,13 @@ def round_length(block: BlockState, options: Options) -> float:
     if not block.task_seconds:
         return options.first_deadline
     return min(max(options.deadline_factor * median(block.task_seconds), options.shortest_deadline), options.longest_deadline)
+
+
+def deadline_after(now: float, block: BlockState, options: Options, seconds: float | None) -> float:
+    """When a round ends that gets an update now whose task took so long; the first one timed ends the guess of `first_deadline`."""
+    if seconds is not None and not block.task_seconds and not block.round.attempt:
+        block = replace(block, task_seconds=(seconds,), round=replace(block.round, length=0.0))
+    return now + round_length(block, options)
 
 
 def spent(state: RunState, options: Options, index: int) -> float:

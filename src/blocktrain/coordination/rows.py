@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.engine import Connection, Row
 
 from blocktrain.coordination import tables
@@ -18,6 +18,41 @@ from blocktrain.coordination.state import KEPT_TIMES, Arrived, BlockState, Lease
 from blocktrain.errors import Conflict
 
 
+def _upsert(table: sa.Table, *added: str) -> Insert:
+    """Insert a row, or overwrite all of it but its key; `added` columns are added to what is there."""
+    made, keys = insert(table), [column.name for column in table.primary_key]
+    new = {c.name: c + made.excluded[c.name] if c.name in added else made.excluded[c.name] for c in table.c if c.name not in keys}
+    return made.on_conflict_do_update(index_elements=keys, set_=new)
+
+
+# What every call needs is built once: to build a statement takes longer than to execute it.
+_t, _u, _v = tables.tasks.c, tables.updates.c, tables.versions.c
+_HEAD = sa.select(tables.ledger).order_by(tables.ledger.c.seq.desc()).limit(1)
+_APPEND = tables.ledger.insert()
+_TASK = sa.select(tables.tasks).where(_t.task == sa.bindparam("task"))
+_PUT_TASK = _upsert(tables.tasks)
+_PUT_TIMES = tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.fence == sa.bindparam("with_fence"), _t.status == "open")
+_LOSE = tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.status != "done").values(status="lost")
+_PUT_ROUND = _upsert(tables.rounds)
+_PUT_WORKER = _upsert(tables.workers)
+_COUNT = _upsert(tables.counters, "bytes_in", "bytes_out")
+_NONCE = tables.nonces.insert()
+_FINISH = (
+    tables.tasks.update()
+    .where(*(_t[name] == sa.bindparam(f"its_{name}") for name in ("task", "fence", "worker", "block", "base")))
+    .where(_t.status.in_(("open", "expired")))
+    .values(status="done")
+)
+_ANSWER = (
+    sa.select(tables.updates, tables.receipts.c.content)
+    .select_from(tables.updates.join(tables.receipts, tables.receipts.c.update == _u.id))
+    .where(_u.task == sa.bindparam("task"), _u.payload == sa.bindparam("payload"))
+)
+_APPLY = tables.updates.update().where(_u.id == sa.bindparam("name"))
+_NEWEST = sa.select(tables.versions).where(_v.block == sa.bindparam("block")).order_by(_v.version.desc()).limit(1)
+_VERSION = sa.select(tables.versions).where(_v.block == sa.bindparam("block"), _v.version == sa.bindparam("version"))
+
+
 def entry(row: Row[Any]) -> Entry:
     """A row of the ledger."""
     return Entry(row.seq, row.kind, row.body, row.previous, row.hash)
@@ -25,14 +60,14 @@ def entry(row: Row[Any]) -> Entry:
 
 def head(db: Connection) -> Entry | None:
     """The newest entry."""
-    row = db.execute(sa.select(tables.ledger).order_by(tables.ledger.c.seq.desc()).limit(1)).one_or_none()
+    row = db.execute(_HEAD).one_or_none()
     return entry(row) if row else None
 
 
 def append(db: Connection, note: Note) -> Entry:
     """Link a note to the head of the ledger."""
     new = link(head(db), note)
-    db.execute(tables.ledger.insert().values(**asdict(new)))
+    db.execute(_APPEND, asdict(new))
     return new
 
 
@@ -40,37 +75,33 @@ def write_changes(db: Connection, now: float, changes: Changes) -> tuple[Entry, 
     """Everything that accompanies a transaction."""
     for lease in changes.leases:
         _write_lease(db, now, lease)
+    if changes.times:
+        _write_times(db, now, changes.times)
     for task in changes.lost:
-        db.execute(tables.tasks.update().where(tables.tasks.c.task == task, tables.tasks.c.status != "done").values(status="lost"))
+        db.execute(_LOSE, {"of": task})
     for name, reason in changes.dropped.items():
         _drop(db, name, reason)
     for block, (version, current) in changes.rounds.items():
-        _upsert(db, tables.rounds, {"block": block}, _round_row(now, version, current))
+        db.execute(_PUT_ROUND, _round_row(now, block, version, current))
     for worker in changes.workers:
-        _upsert(db, tables.workers, {"id": worker.state.id}, _worker_row(worker))
-    for t in changes.traffic:
-        c = tables.counters.c
-        values = {"block": t.block, "worker": t.worker, "bytes_in": t.bytes_in, "bytes_out": t.bytes_out}
-        added = {"bytes_in": c.bytes_in + t.bytes_in, "bytes_out": c.bytes_out + t.bytes_out}
-        db.execute(insert(tables.counters).values(**values).on_conflict_do_update(index_elements=["block", "worker"], set_=added))
+        db.execute(_PUT_WORKER, _worker_row(worker))
+    if changes.traffic:
+        db.execute(_COUNT, [asdict(t) for t in changes.traffic])
     for name, nonce, stamp in changes.nonces:
-        db.execute(tables.nonces.insert().values(worker=name, nonce=nonce, stamp=stamp))
+        db.execute(_NONCE, {"worker": name, "nonce": nonce, "stamp": stamp})
     return tuple(append(db, note) for note in changes.notes)
-
-
-def _upsert(db: Connection, table: sa.Table, key: dict[str, Any], values: dict[str, Any]) -> None:
-    db.execute(insert(table).values(**key, **values).on_conflict_do_update(index_elements=list(key), set_=values))
 
 
 def _write_lease(db: Connection, now: float, lease: Lease) -> None:
     """A fence never goes down, and belongs to one worker; a finished task stays finished."""
-    stored = db.execute(sa.select(tables.tasks).where(tables.tasks.c.task == lease.task)).one_or_none()
+    stored = db.execute(_TASK, {"task": lease.task}).one_or_none()
     if stored is not None:
         if stored.status in ("done", "lost"):
             raise Conflict(f"task {lease.task} is over")
         if lease.fence < stored.fence or (lease.fence == stored.fence and lease.worker != stored.worker):
             raise Conflict(f"task {lease.task} has the fence {stored.fence} of {stored.worker}, not {lease.fence} of {lease.worker}")
     values = {
+        "task": lease.task,
         "number": lease.number,
         "block": lease.block,
         "base": lease.base,
@@ -84,11 +115,18 @@ def _write_lease(db: Connection, now: float, lease: Lease) -> None:
         "trained": int(lease.trained),
         "status": "expired" if lease.expired else "open",
     }
-    _upsert(db, tables.tasks, {"task": lease.task}, values)
+    db.execute(_PUT_TASK, values)
 
 
-def _round_row(now: float, version: int, current: RoundState) -> dict[str, Any]:
+def _write_times(db: Connection, now: float, leases: Sequence[Lease]) -> None:
+    """One statement for all, as it is done every few seconds for every task that is out."""
+    left = [{"of": x.task, "with_fence": x.fence, "age": now - x.granted, "remaining": remaining(now, x.expires)} for x in leases]
+    db.execute(_PUT_TIMES, left)
+
+
+def _round_row(now: float, block: int, version: int, current: RoundState) -> dict[str, Any]:
     return {
+        "block": block,
         "version": version,
         "attempt": current.attempt,
         "length": current.length,
@@ -101,6 +139,7 @@ def _round_row(now: float, version: int, current: RoundState) -> dict[str, Any]:
 def _worker_row(worker: WorkerRecord) -> dict[str, Any]:
     s = worker.state
     return {
+        "id": s.id,
         "key": worker.key,
         "name": worker.name,
         "block": s.block,
@@ -112,9 +151,8 @@ def _worker_row(worker: WorkerRecord) -> dict[str, Any]:
 
 def finish_task(db: Connection, update: UpdateRecord) -> None:
     """The fence is checked where it counts: in the transaction that accepts."""
-    t = tables.tasks.c
-    mine = (t.task == update.task, t.fence == update.fence, t.worker == update.worker, t.block == update.block, t.base == update.base)
-    done = db.execute(tables.tasks.update().where(*mine, t.status.in_(("open", "expired"))).values(status="done"))
+    its = {f"its_{name}": getattr(update, name) for name in ("task", "fence", "worker", "block", "base")}
+    done = db.execute(_FINISH, its)
     if done.rowcount != 1:
         raise Conflict(f"task {update.task} is not out with fence {update.fence} for {update.worker}: ask for a new task")
 
@@ -136,9 +174,7 @@ def _update(row: Row[Any]) -> UpdateRecord:
 
 def read_answer(db: Connection, task: int, payload: str) -> Answer | None:
     """The stored answer to a key."""
-    joined = tables.updates.join(tables.receipts, tables.receipts.c.update == tables.updates.c.id)
-    query = sa.select(tables.updates, tables.receipts.c.content).select_from(joined)
-    row = db.execute(query.where(tables.updates.c.task == task, tables.updates.c.payload == payload)).one_or_none()
+    row = db.execute(_ANSWER, {"task": task, "payload": payload}).one_or_none()
     return Answer(_update(row), row.content, repeated=True) if row else None
 
 
@@ -155,11 +191,10 @@ def settle_updates(db: Connection, version: VersionRecord, applied: Sequence[str
     waiting = {u.id for u in read_pending(db, version.block)}
     if len(set(named)) != len(named) or set(named) != waiting:
         raise Conflict(f"version {version.version} of block {version.block} must settle exactly the updates that wait for it")
-    u = tables.updates
-    for name in applied:
-        db.execute(u.update().where(u.c.id == name).values(applied=version.version))
-    for name, reason in dropped.items():
-        db.execute(u.update().where(u.c.id == name).values(dropped=reason))
+    if applied:
+        db.execute(_APPLY, [{"name": name, "applied": version.version} for name in applied])
+    if dropped:
+        db.execute(_APPLY, [{"name": name, "dropped": reason} for name, reason in dropped.items()])
 
 
 def _drop(db: Connection, name: str, reason: str) -> None:
@@ -181,10 +216,8 @@ def version_body(version: VersionRecord) -> dict[str, Any]:
 
 def read_version(db: Connection, block: int, version: int | None) -> VersionRecord | None:
     """One version, or the newest."""
-    v = tables.versions.c
-    query = sa.select(tables.versions).where(v.block == block)
-    query = query.order_by(v.version.desc()).limit(1) if version is None else query.where(v.version == version)
-    row = db.execute(query).one_or_none()
+    found = db.execute(_NEWEST, {"block": block}) if version is None else db.execute(_VERSION, {"block": block, "version": version})
+    row = found.one_or_none()
     if row is None:
         return None
     fields = {name: getattr(row, name) for name in VersionRecord.__dataclass_fields__}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.coordination import http_api
@@ -20,6 +21,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 
 HEADER_SECONDS = 15.0
 MAX_HEADERS = 64 << 10  # bytes
+MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
 STOP_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
@@ -91,6 +93,19 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
+class _Uvicorn(uvicorn.Server):
+    """Ends streams before it waits for its connections: they have no end of their own."""
+
+    def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end_streams = end_streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """The way out, whatever made it go."""
+        self._end_streams()
+        await super().shutdown(sockets)
+
+
 @dataclass(frozen=True)
 class Listen:
     """Where and how to listen."""
@@ -103,17 +118,16 @@ class Listen:
     key: Path | None = None
 
 
-class Server:
-    """A coordinator on a socket. `url` is known before the first request."""
+class AppServer:
+    """An app on a socket. `url` is known before the first request."""
 
-    def __init__(self, coordinator: Coordinator, listen: Listen) -> None:
+    def __init__(self, app: Starlette, listen: Listen) -> None:
         self.failure: BlockTrainError | None = None
         self._thread: threading.Thread | None = None
         self._socket = _bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if listen.certificate else 'http'}://{shown}:{port}"
-        app = http_api.build_app(coordinator, listen.token, listen.operator_token, self._fail)
         config = uvicorn.Config(
             app,
             http=DeadlineProtocol,
@@ -131,12 +145,7 @@ class Server:
             config.load()
         except OSError as error:
             raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
-        self._server = uvicorn.Server(config)
-
-    def _fail(self, error: BlockTrainError) -> None:
-        """Fail-stop: nothing is acknowledged any more, and the process ends."""
-        self.failure = self.failure or error
-        self._server.should_exit = True
+        self._server = _Uvicorn(config, app.state.end_streams)
 
     def run(self) -> None:
         """Serve until told to stop; raises what made it stop."""
@@ -161,6 +170,18 @@ class Server:
         self.serves(STOP_SECONDS)
 
 
+class Server(AppServer):
+    """A coordinator on a socket."""
+
+    def __init__(self, coordinator: Coordinator, listen: Listen) -> None:
+        super().__init__(http_api.build_app(coordinator, listen.token, listen.operator_token, self._fail), listen)
+
+    def _fail(self, error: BlockTrainError) -> None:
+        """Fail-stop: nothing is acknowledged any more, and the process ends."""
+        self.failure = self.failure or error
+        self._server.should_exit = True
+
+
 @contextmanager
 def running(coordinator: Coordinator, listen: Listen) -> Iterator[str]:
     """Serve as long as the block lasts; gives the URL. If the server fails, that is the error to tell, not what followed from it."""
@@ -174,6 +195,17 @@ def running(coordinator: Coordinator, listen: Listen) -> Iterator[str]:
         raise
     finally:
         server.stop()
+
+
+def allow_connections() -> None:
+    """As many open files as the system lets this process have: every worker keeps a connection, and 1,024 are soon used up."""
+    with suppress(ImportError, OSError, ValueError):  # not everywhere, and not always
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:

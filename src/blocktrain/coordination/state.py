@@ -43,6 +43,7 @@ class Options:
     task_seconds: float = 20.0  # how long a task should take
     fixed_steps: int | None = None  # every task has exactly this size
     first_steps: int = 10  # for a worker of unknown speed
+    least_task: float = 0.05  # of task_seconds: a shorter task is not begun, its worker waits for the others of the round
     min_steps: int = 1
     max_steps: int = 10_000
     safety: float = 0.8  # share of the time left that a task may be planned to take
@@ -292,12 +293,15 @@ def granted(state: RunState, grant: Grant) -> RunState:
 
 
 def arrived(state: RunState, task: int, update: Arrived, deadline: float, seconds: float | None = None) -> RunState:
-    """After an update was accepted and recorded. `deadline` starts the round's clock if nobody has yet."""
+    """After an update was accepted and recorded. `deadline` starts the round's clock if nobody has yet.
+
+    It also replaces a later one of a block of which no task was timed before: that was a guess, for which fast workers would wait.
+    """
     lease = state.leases[task]
     block = state.blocks[lease.block]
     times = block.task_seconds if seconds is None else (*block.task_seconds, seconds)[-KEPT_TIMES:]
     current = replace(block.round, updates=(*block.round.updates, update))
-    if current.deadline is None:
+    if current.deadline is None or (not block.task_seconds and deadline < current.deadline):
         current = replace(current, deadline=deadline)
     state = with_block(state, lease.block, replace(block, task_seconds=times, round=current))
     return replace(state, leases={t: other for t, other in state.leases.items() if t != task})

@@ -29,6 +29,8 @@ from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
 
 DATABASE = "run.sqlite"
+_EPOCH = sa.select(tables.meta.c.run_id, tables.meta.c.epoch)
+_PUT_UPDATE, _PUT_RECEIPT = tables.updates.insert(), tables.receipts.insert()
 
 
 def open_store(folder: Path, run_id: str | None = None) -> EmbeddedStore:
@@ -155,7 +157,7 @@ class EmbeddedStore:
                 raise StorageFailed(self._fail(why)) from error
 
     def _check_epoch(self, db: Connection) -> None:
-        row = db.execute(sa.select(tables.meta.c.run_id, tables.meta.c.epoch)).one()
+        row = db.execute(_EPOCH).one()
         if (row.run_id, row.epoch) != (self.run_id, self.epoch):
             why = f"{self.folder} was taken over by another coordinator (epoch {row.epoch}, ours was {self.epoch}); exit"
             raise StorageFailed(self._fail(why))
@@ -204,9 +206,9 @@ class EmbeddedStore:
             if update.accepted:
                 rows.finish_task(db, update)
             entry = rows.append(db, Note("update", {**rows.update_body(update), **extra}))
-            db.execute(tables.updates.insert().values(**rows.update_row(update), entry=entry.seq))
+            db.execute(_PUT_UPDATE, {**rows.update_row(update), "entry": entry.seq})
             content = receipt(entry)
-            db.execute(tables.receipts.insert().values(update=update.id, content=content))
+            db.execute(_PUT_RECEIPT, {"update": update.id, "content": content})
             rows.write_changes(db, now, changes)
         return Answer(update, content, repeated=False)
 

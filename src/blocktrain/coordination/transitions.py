@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from blocktrain.coordination.records import Changes, WorkerRecord
 from blocktrain.coordination.state import Lease, RoundState, RunState, WorkerState
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 
 def changes_between(before: RunState, after: RunState, known: Mapping[str, WorkerRecord]) -> Changes:
     """The rows that differ. Progress and last signs of life are not stored: they are told again after a restart."""
-    leases = [x for t, x in after.leases.items() if t not in before.leases or _lease(before.leases[t]) != _lease(x)]
-    lost = [t for t in before.leases if t not in after.leases and not _answered(before, after, t)]
+    leases = [new for _, old, new in _touched(before.leases, after.leases) if old is None or _lease(old) != _lease(new)]
+    lost = [t for t in before.leases.keys() - after.leases.keys() if not _answered(before, after, t)]
     rounds = {
-        index: (block.version, block.round)
-        for index, block in after.blocks.items()
-        if index in before.blocks
-        and block.version == before.blocks[index].version
-        and _round(block.round) != _round(before.blocks[index].round)
+        index: (new.version, new.round)
+        for index, old, new in _touched(before.blocks, after.blocks)
+        if old is not None and new.version == old.version and _round(new.round) != _round(old.round)
     }
     workers = [
-        replace(known[name], state=worker)
-        for name, worker in after.workers.items()
-        if name not in before.workers or _worker(before.workers[name]) != _worker(worker)
+        replace(known[name], state=new)
+        for name, old, new in _touched(before.workers, after.workers)
+        if old is None or _worker(old) != _worker(new)
     ]
-    return Changes(leases=leases, lost=lost, rounds=rounds, workers=workers)
+    return Changes(leases=leases, lost=sorted(lost), rounds=rounds, workers=workers)
+
+
+def _touched(before: Mapping[K, V], after: Mapping[K, V]) -> list[tuple[K, V | None, V]]:
+    """What may differ: all else is the same object. Of a thousand leases and workers a call touches one or two."""
+    return [] if after is before else [(key, before.get(key), new) for key, new in after.items() if before.get(key) is not new]
 
 
 def _answered(before: RunState, after: RunState, task: int) -> bool:

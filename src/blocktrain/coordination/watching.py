@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Group
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from blocktrain.coordination.client import Calls, HttpClient
 from blocktrain.coordination.coordinator import Coordinator
+from blocktrain.coordination.feed import Listener
 from blocktrain.errors import ConfigError, Unreachable
 from blocktrain.protocol.messages import Kick
 from blocktrain.protocol.status import Status
@@ -25,35 +27,58 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class Watch:
-    """One line for every version, worker and ending, as they come."""
+    """One line for every version, worker, score and ending, as they come."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        now = coordinator.status()
-        self._versions = {block.block: block.version for block in now.blocks}
-        self._workers = {worker.worker: worker.state for worker in now.workers}
-        self._finished = False
-        console.print(f"run {now.run[:12]}: {len(now.blocks)} blocks, {self._coordinator.live.config.steps} steps each", highlight=False)
+        self._feed = coordinator.feed
+        self._listener = self._listen()
+        self._troubled = False
+        live = coordinator.live
+        console.print(f"run {live.run.run[:12]}: {live.config.blocks} blocks, {live.config.steps} steps each", highlight=False)
+        self._finished = coordinator.finished is not None
+        if coordinator.finished:
+            _finished(coordinator.finished)
+
+    def _listen(self) -> Listener:
+        listener = Listener(kinds=("worker", "version", "score", "finish"))
+        self._feed.listen(listener)
+        return listener
 
     def tell(self) -> bool:
         """Print what is new; True when the run is finished."""
-        now = self._coordinator.status()
-        for worker in now.workers:
-            if self._workers.get(worker.worker) != worker.state and worker.state in ("lost", "left", "kicked"):
-                console.print(f"worker {worker.name or worker.worker[:12]} {worker.state}", highlight=False)
-            elif worker.worker not in self._workers:
-                console.print(f"worker {worker.name or worker.worker[:12]} joined ({worker.device})", highlight=False)
-            self._workers[worker.worker] = worker.state
-        for block in now.blocks:
-            if block.version > self._versions[block.block]:
-                loss = "" if block.loss is None else f", loss {block.loss:.3f}"
-                moved = f"{size(now.bytes_in)} in, {size(now.bytes_out)} out"
-                console.print(f"block {block.block} version {block.version}: {block.steps} steps{loss} ({moved})", highlight=False)
-                self._versions[block.block] = block.version
-        if now.state == "finished" and not self._finished:
-            self._finished = True
-            console.print(f"[bold]{now.reason}[/]; fetch the model with: blocktrain pull URL --out RUN", highlight=False)
+        if self._listener.gone:  # too much happened at once to be told of
+            self._listener = self._listen()
+        for event in self._listener.take():
+            if event.kind != "finish":
+                console.print(_line(event.value), highlight=False)
+            elif not self._finished:
+                self._finished = True
+                _finished(event.value["reason"])
+        if self._feed.problem and not self._troubled:
+            self._troubled = True
+            warn(self._feed.problem)
         return self._finished
+
+
+def warn(sentence: str) -> None:
+    """Something that an operator should know and that stops nothing."""
+    console.print(f"[yellow]{sentence}[/]", highlight=False)
+
+
+def _finished(reason: str) -> None:
+    console.print(f"[bold]{reason}[/]; fetch the model with: blocktrain pull URL --out RUN", highlight=False)
+
+
+def _line(event: dict[str, Any]) -> str:
+    """A worker, a version or a score in one line."""
+    if event["kind"] == "worker":
+        device = f" ({event['device']})" if event["state"] == "joined" else ""
+        return f"worker {event['name'] or event['worker'][:12]} {event['state']}{device}"
+    moved = f"{size(event['bytes_in'])} in, {size(event['bytes_out'])} out"
+    if event["kind"] == "score":
+        return f"valid CE {', '.join(f'{name} {ce:.4f}' for name, ce in event['scores'].items())} ({moved})"
+    loss = "" if event["loss"] is None else f", loss {event['loss']:.3f}"
+    return f"block {event['block']} version {event['version']}: {event['steps']} steps{loss} ({moved})"
 
 
 def show_status(client: Calls, *, watch: bool, as_json: bool) -> None:
@@ -91,6 +116,7 @@ def table(status: Status) -> Group:
     refusals = ", ".join(f"{count} x {code}" for code, count in status.refusals.items())
     head = f"run {status.run[:12]} {status.state}: {status.rounds} rounds, {status.tokens:,} bytes of text, "
     head += f"{size(status.bytes_in)} in, {size(status.bytes_out)} out" + (f"\nrefused: {refusals}" if refusals else "")
+    head += f"\nvalid CE: {', '.join(f'{name} {ce:.4f}' for name, ce in status.scores.items())}" if status.scores else ""
     return Group(Text(head), blocks, workers if status.workers else Text("no workers yet"))
 
 

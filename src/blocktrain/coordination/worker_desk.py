@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +52,8 @@ class Downloads:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
+                if not _holds(folder / name, blob):  # damaged on the disk: what is trained on it could not be checked by anyone
+                    (folder / name).unlink(missing_ok=True)
                 self._fetch(blob, folder / name)
         found = open_corpus(str(folder), None, self._cache)
         return replace(found, name=corpus.name)
@@ -78,6 +81,13 @@ class Downloads:
         line = self._line
         line.told("fetching", sha256=blob.sha256, bytes=blob.length)
         return line.insist(lambda: fetch(line.client, blob, target, worker=line.identity.worker), self._stopped)
+
+
+def _holds(path: Path, blob: m.Blob) -> bool:
+    if not path.exists() or path.stat().st_size != blob.length:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == blob.sha256
 
 
 @dataclass

@@ -20,7 +20,8 @@ from blocktrain.protocol.transfer import split
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
-HEARTBEAT_SECONDS = 2.0
+OFTENEST, RAREST = 2.0, 10.0  # seconds between two heartbeats
+BEATS = 18  # until the deadline
 RESENDS = 5  # damaged on the way so often: something else is wrong
 LOOK_SECONDS = 0.05  # how fast a stop is noticed
 
@@ -138,7 +139,8 @@ class Pulse:
         self._ended.set()
 
     def _beat(self) -> None:
-        while not self._ended.wait(HEARTBEAT_SECONDS):
+        pause = min(max(self._task.deadline_seconds / BEATS, OFTENEST), RAREST)  # a coordinator may have a thousand workers
+        while not self._ended.wait(pause):
             try:
                 reply = self._line.heartbeat(self._task, self.step, self.loss, 0)
             except BlockTrainError as error:

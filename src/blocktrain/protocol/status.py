@@ -24,6 +24,8 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.refusals import Code
 
+MAX_WORKERS = 4096  # that a status lists
+
 
 class Traffic(Message):
     """Body bytes as counted by the coordinator."""
@@ -97,8 +99,13 @@ class Status(Traffic):
     tokens: Count
     token_budget: Count | None = None
     round_budget: Count | None = None
+    task_seconds: Seconds = 0.0
+    """How long a task should take; 0 is not told."""
+    task_steps: Count | None = None
+    """Steps of every task, if they do not follow from the worker's speed."""
     blocks: Annotated[tuple[BlockStatus, ...], Field(max_length=MAX_BLOCKS)]
-    workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=4096)]
+    workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=MAX_WORKERS)]
+    """All that are here, and of those that were as many as there is room for."""
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, Loss] = Field(default_factory=dict)
     """Cross entropy on the valid part by what was scored: block-1, pool, fused."""

@@ -1,0 +1,388 @@
+"""What `blocktrain doctor` says: a finding, whether it is good, and the sentence that names the fix. Pure: all it judges is a parameter."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import re
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.protocol.messages import PROTOCOL, Refusal
+from blocktrain.protocol.refusals import Code
+
+State = Literal["ok", "warning", "failed", "skipped"]
+
+PYTHON = (3, 11)
+TORCH = (2, 6)
+CLOCK_WARNS, CLOCK_FAILS = 60.0, 300.0  # seconds
+LITTLE_SPACE = 10**9  # bytes, for a run that is not known
+SLOW_ANSWER = 2.0  # seconds of a round trip
+SLOWEST_LINE = 16 << 10  # bytes a second: whoever reads slower is hung up on by the coordinator
+LONG_FETCH = 600.0  # seconds for the corpus
+ENOUGH_TO_TIME = 1 << 18  # bytes
+SOON = 7  # days
+AS_PRINTED = "use the address of the join command that the coordinator printed"
+ANOTHER_FOLDER = "name another folder with --cache (or BLOCKTRAIN_CACHE)"
+_NOT_VALID_YET, _EXPIRED, _WRONG_HOST = 9, 10, (62, 64)  # OpenSSL's numbers of what is wrong with a certificate
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line: what was looked at, how it is, what was found, and what to do if that is not good."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether what depends on it can be checked."""
+        return self.state in ("ok", "warning")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a coordinator should be."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str = ""
+
+    @classmethod
+    def parse(cls, url: str) -> Place:
+        """The parts of an address."""
+        try:
+            found = urlsplit(url)
+            port = found.port
+        except ValueError:
+            found, port = urlsplit(""), None
+        if found.scheme not in ("http", "https") or not found.hostname:
+            raise ConfigError(f"{url!r} is not the address of a coordinator; it looks like http://host:port")
+        return cls(found.scheme, found.hostname, port or (443 if found.scheme == "https" else 80), found.path.rstrip("/"))
+
+    @property
+    def near(self) -> bool:
+        """Whether it is this machine by any name."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def url(self, scheme: str = "") -> str:
+        """The address, with another scheme if one is named."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme or self.scheme}://{host}:{self.port}{self.path}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer and when it came: sent by this machine's clock, seconds until it was whole."""
+
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+    sent: float
+    seconds: float
+
+    @property
+    def value(self) -> Any:
+        """The body as JSON; None if it is none."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return None
+
+    @property
+    def code(self) -> Code | None:
+        """Why a coordinator says no."""
+        try:
+            return Refusal.model_validate_json(self.body).code
+        except ValidationError:
+            return None
+
+
+def from_error(name: str, error: BlockTrainError) -> Check:
+    """One of our sentences: what is wrong; what to do."""
+    found, _, fix = str(error).partition("; ")
+    return Check(name, "failed", found, fix or "correct that and ask again")
+
+
+def judge_unended(name: str) -> Check:
+    """A check for which there was not enough time."""
+    if name in ("corpus", "data", "speed"):  # much work for a busy machine, and no reason not to join
+        return Check(
+            name, "warning", "has not ended in time: not judged", "end what keeps this machine busy and ask again; a worker can join"
+        )
+    return Check(name, "failed", "has not ended in time", "what it looks at hangs or is too slow: look there first, then ask again")
+
+
+def judge_python(version: tuple[int, int, int]) -> Check:
+    """The interpreter."""
+    found = ".".join(map(str, version))
+    if version[:2] < PYTHON:
+        return Check("python", "failed", found, f"install Python {'.'.join(map(str, PYTHON))} or newer and blocktrain in it")
+    return Check("python", "ok", found)
+
+
+def judge_torch(version: str) -> Check:
+    """A torch that could be imported."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if not TORCH <= numbers < (3, 0):
+        return Check("torch", "failed", version, "install a torch from 2.6 on and below 3; the README says which one for which machine")
+    return Check("torch", "ok", version)
+
+
+def judge_memory(allowed: int, free: int, needed: dict[str, int], *, asked: bool) -> Check:
+    """Whether the largest block that may be given to this machine fits; `asked` if --memory says what is allowed."""
+    found = f"{amount(allowed)} {'allowed by --memory' if asked else 'in this machine'}, {amount(free)} free"
+    if not needed:
+        return Check("memory", "ok", found)
+    name, most = max(needed.items(), key=lambda item: item[1])
+    found += f"; training {name} takes about {amount(most)}"
+    if allowed < most:
+        more = "allow more with --memory" if asked else "use a machine with more memory"
+        return Check("memory", "failed", found, f"{more}, or join a run with smaller blocks (width, context, batch, layers_per_block)")
+    if free < most:
+        return Check("memory", "warning", found, "end other programs: training would be slow or be killed")
+    return Check("memory", "ok", found)
+
+
+def judge_disk(folder: Path, free: int, needed: int) -> Check:
+    """Whether all that a worker keeps fits beside what is there; 0 needed: the run is not known."""
+    wants = f"; this run needs about {amount(needed)} there" if needed else ""
+    found = f"{amount(free)} free for {folder}{wants}"
+    if free < needed:
+        return Check("disk", "failed", found, f"free {amount(needed - free)} on that disk, or {ANOTHER_FOLDER}")
+    if not needed and free < LITTLE_SPACE:
+        return Check("disk", "warning", found, f"a corpus and a block may need more: free some, or {ANOTHER_FOLDER}")
+    return Check("disk", "ok", found)
+
+
+def judge_unwritable(folder: Path, error: OSError) -> Check:
+    """A folder that a file could not be written into."""
+    found = f"cannot write into {folder}: {error.strerror or error}"
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return Check("disk", "failed", found, f"{'free space on that disk' if full else 'make it writable'}, or {ANOTHER_FOLDER}")
+
+
+def judge_unknown_host(place: Place, error: OSError) -> Check:
+    """A name without an address."""
+    return Check(
+        "address",
+        "failed",
+        f"the name {place.host} has no address ({error.strerror or error})",
+        f"check its spelling and that this machine is online; {AS_PRINTED}",
+    )
+
+
+def judge_port(place: Place, error: OSError) -> Check:
+    """An address where no connection could be made."""
+    where = f"port {place.port} of {place.host}"
+    if isinstance(error, ConnectionRefusedError):
+        found = f"nothing listens on {where}"
+        fix = f"start the coordinator there, or {AS_PRINTED}; with --listen 127.0.0.1 only its own machine can reach it"
+    elif isinstance(error, TimeoutError):
+        found = f"no answer from {where}"
+        fix = "is that machine on, and does it let the port through? Open it in its firewall or router, or forward it"
+    else:
+        found = f"no way to {where} ({error.strerror or error})"
+        fix = "is this machine online, and in the same network or VPN as the coordinator?"
+    return Check("port", "failed", found, fix)
+
+
+def judge_certificate(place: Place, certificate: dict[str, Any], version: str, now: float) -> Check:
+    """A certificate that is trusted."""
+    ends = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
+    until = datetime.fromtimestamp(ends, UTC).date()
+    found = f"{version}, the certificate of {place.host} is trusted until {until}"
+    if ends - now < SOON * 86400:
+        return Check("tls", "warning", found, "renew the coordinator's certificate and start it again with --tls")
+    return Check("tls", "ok", found)
+
+
+def judge_tls_error(place: Place, error: Exception, ca: Path | None) -> Check:
+    """No connection by TLS."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _untrusted(place, error, ca)
+    if isinstance(error, ssl.SSLError | TimeoutError | ConnectionError | EOFError):
+        return Check(
+            "tls", "failed", f"port {place.port} does not speak TLS", f"use {place.url('http')}, or start the coordinator with --tls"
+        )
+    return Check("tls", "failed", str(error), AS_PRINTED)
+
+
+def _untrusted(place: Place, error: ssl.SSLCertVerificationError, ca: Path | None) -> Check:
+    found = f"the certificate of {place.host} is not accepted: {error.verify_message}"
+    if error.verify_code == _EXPIRED:
+        fix = "renew the coordinator's certificate and start it again with --tls; if it has not expired, this machine's clock is wrong"
+    elif error.verify_code == _NOT_VALID_YET:
+        fix = "set this machine's clock: to it the certificate lies in the future"
+    elif error.verify_code in _WRONG_HOST:
+        fix = f"use the name that the certificate was made for, or make one for {place.host}"
+    elif ca is not None:
+        fix = f"{ca} has not signed it: take the --ca file from the coordinator's operator"
+    else:
+        fix = "name the certificate that it was signed with: --ca FILE.pem, from the coordinator's operator"
+    return Check("tls", "failed", found, fix)
+
+
+def judge_tls_missing(place: Place) -> Check:
+    """http, where the other side speaks TLS."""
+    return Check("tls", "failed", f"port {place.port} speaks TLS, and the address says http", f"use {place.url('https')}")
+
+
+def judge_plain(place: Place, *, secret: bool, near: bool) -> Check:
+    """http, and so does the other side."""
+    if secret and not near:
+        return Check("tls", "warning", "not used: the token can be read on its way", "start the coordinator with --tls, or use a VPN")
+    return Check("tls", "ok", f"not used, {place.url()} is plain http")
+
+
+def judge_health(place: Place, answer: Answer) -> Check:
+    """The answer to GET /healthz."""
+    value = answer.value
+    if answer.status == 200 and isinstance(value, dict) and value.get("ok") is True and "ready" in value:
+        if value.get("finished"):
+            fix = "a worker would leave at once: fetch the model with `blocktrain pull`, or start another run"
+            return Check("coordinator", "warning", "its run is finished", fix)
+        if not value["ready"]:
+            return Check("coordinator", "warning", "it is still preparing the run", "ask again in a minute; workers wait by themselves")
+        return Check("coordinator", "ok", f"answers on {place.url()}")
+    if "location" in answer.headers:
+        return Check("coordinator", "failed", f"{place.url()} answers with another address", f"try {answer.headers['location'][:200]}")
+    if answer.status in (502, 503, 504):
+        found = f"a server before it answers {answer.status}"
+        return Check("coordinator", "failed", found, "start the coordinator behind that server, and check where the server sends to")
+    who = re.sub(r"[^ -~]", "?", answer.headers.get("server", ""))[:60]
+    return judge_stranger(place, f"HTTP {answer.status}{', ' if who else ''}{who}")
+
+
+def judge_stranger(place: Place, what: str) -> Check:
+    """Something answers, but no coordinator."""
+    found = f"another service answers on port {place.port} ({what})"
+    return Check("coordinator", "failed", found, f"{AS_PRINTED}: host or port is another one")
+
+
+def judge_silent(place: Place, seconds: float) -> Check:
+    """A connection, and then nothing."""
+    found = f"port {place.port} takes connections, but has not answered within {seconds:.0f} s"
+    return Check(
+        "coordinator", "failed", found, f"{AS_PRINTED}; if it is the right one, look at that machine: it may be overloaded or hang"
+    )
+
+
+def judge_token(answer: Answer, *, given: bool) -> Check:
+    """The answer to GET /v1/run."""
+    if answer.status == 200:
+        return Check("token", "ok", "accepted" if given else "none is needed")
+    if answer.code is Code.BAD_TOKEN:
+        found = "the coordinator does not know this token" if given else "the coordinator wants a token"
+        fix = "give --token SECRET (or BLOCKTRAIN_TOKEN) exactly as in the join command that the coordinator printed"
+        return Check("token", "failed", found, fix)
+    if answer.code is Code.BUSY:
+        return Check("token", "warning", "accepted, but there is no run yet", "ask again in a minute: the run is being prepared")
+    said = answer.code or f"HTTP {answer.status}"
+    fix = "install the coordinator's version of blocktrain here, and check that nothing in between changes requests"
+    return Check("token", "failed", f"GET /v1/run was answered with {said}", fix)
+
+
+def judge_protocol(number: object) -> Check:
+    """The number in a manifest, also in one that cannot be read otherwise."""
+    if not isinstance(number, int):
+        return Check("protocol", "failed", "the run's manifest has no protocol number", f"another service answers there: {AS_PRINTED}")
+    found = f"the coordinator speaks protocol {number}, this version {PROTOCOL}"
+    if number < PROTOCOL:
+        return Check("protocol", "failed", found, "update blocktrain on the coordinator's machine, or install its older version here")
+    if number > PROTOCOL:
+        return Check("protocol", "failed", found, "update blocktrain on this machine to the coordinator's version")
+    return Check("protocol", "ok", f"{number}, on both sides")
+
+
+def clock_skew(answer: Answer, issued: int | None) -> float | None:
+    """Seconds that the coordinator's clock is ahead of this one; by the manifest, or by the seconds in the Date of an answer."""
+    middle = answer.sent + answer.seconds / 2
+    if issued is not None:
+        return issued / 1000 - middle
+    try:
+        return parsedate_to_datetime(answer.headers["date"]).timestamp() + 0.5 - middle
+    except (KeyError, ValueError):
+        return None
+
+
+def judge_clock(skew: float, uncertain: float) -> Check:
+    """How far this clock is from the coordinator's."""
+    if abs(skew) <= CLOCK_WARNS:
+        return Check("clock", "ok", f"{abs(skew):.1f} s from the coordinator's (to within {uncertain:.2g} s)")
+    found = f"this clock is {_span(abs(skew))} {'behind' if skew > 0 else 'ahead of'} the coordinator's"
+    fix = (
+        "set the clock that is wrong (Linux: `sudo timedatectl set-ntp true`): certificates and signed manifests expire by it, "
+        "and the times in logs and in the ledger would not fit together"
+    )
+    return Check("clock", "failed" if abs(skew) > CLOCK_FAILS else "warning", found, fix)
+
+
+def judge_round_trip(times: list[float]) -> Check:
+    """How long small calls take on an open connection."""
+    found = f"{median(times) * 1000:.1f} ms (median of {len(times)})"
+    if median(times) > SLOW_ANSWER:
+        return Check("round_trip", "warning", found, "the line or the coordinator is overloaded: tasks begin and end late")
+    return Check("round_trip", "ok", found)
+
+
+def judge_download(received: int, seconds: float, corpus: int) -> Check:
+    """How fast bytes come, and how long the corpus takes."""
+    if received < ENOUGH_TO_TIME and seconds < 1:
+        return Check("download", "ok", f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate")
+    rate = received / max(seconds, 1e-9)
+    found = f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
+    if rate < SLOWEST_LINE:
+        return Check("download", "failed", found, f"use a faster line: below {amount(SLOWEST_LINE)}/s the coordinator hangs up")
+    if corpus / rate > LONG_FETCH:
+        return Check("download", "warning", found, "only the first start takes that long: afterwards the corpus is in the cache")
+    return Check("download", "ok", found)
+
+
+def judge_speed(step: float, task_seconds: float, task_steps: int | None, round_seconds: float) -> Check:
+    """What a step of `step` seconds makes of a task; 0 seconds: not known."""
+    found = f"{step * 1000:.3g} ms a step of block 1"
+    if not task_seconds and task_steps is None:
+        return Check("speed", "ok", f"{found}; the coordinator does not say how long a task is")
+    steps = task_steps or max(1, int(task_seconds / step))
+    found += f": {'tasks of' if task_steps else 'about'} {steps} steps, {_span(steps * step)} each"
+    late = "its updates come late and count less or not at all"
+    if round_seconds and steps * step > round_seconds:
+        fix = f"use a faster device, or ask for a run with smaller blocks or tasks: a round lasts {_span(round_seconds)}, {late}"
+        return Check("speed", "warning", found, fix)
+    if task_steps is None and step > task_seconds:
+        fix = f"use a faster device, or ask for a longer --task-seconds than {_span(task_seconds)}: even one step takes longer, {late}"
+        return Check("speed", "warning", found, fix)
+    return Check("speed", "ok", found)
+
+
+def amount(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # 1000 by three digits
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _span(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

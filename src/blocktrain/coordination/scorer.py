@@ -1,0 +1,137 @@
+"""A process that scores versions of a run: requests as JSON lines on stdin, answers on stdout, until stdin ends. Needs torch.
+
+    python -m blocktrain.coordination.scorer
+
+It reads weights and corpus from the coordinator's blobs and writes nothing but its answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from blocktrain.config import Config, make_config
+from blocktrain.errors import BlockTrainError, Damaged
+from blocktrain.learning.compose import Model
+from blocktrain.learning.data import Bytes, Corpus, open_corpus
+from blocktrain.learning.evaluate import Predictors, context_predictors, cross_entropies, euler_predictors, fit_pool_weights
+from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.train import put_weights
+from blocktrain.protocol.codec import unpack
+from blocktrain.protocol.transfer import sha256
+
+NICE = 10
+FIT_BYTES = 1 << 13  # of the calibration part that the pool is fitted on
+ROWS = 16
+Paths = dict[str, str]  # by block: where its weights are
+
+
+def main() -> None:
+    """Answer until nobody asks any more; whoever asked may be dead, so that stdin is watched also while scoring."""
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which ends this process
+    torch.set_num_threads(1)
+    requests: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_listen, args=(requests,), daemon=True).start()
+    while True:
+        print(json.dumps(_answer(json.loads(requests.get()))), flush=True)
+
+
+def _listen(requests: SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        requests.put(line)
+    os._exit(0)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        config = make_config({**request["config"], "device": "cpu"})
+        scores, count = score(config, _corpus(request["train"], request["valid"]), request["newest"], request["features"], request["bytes"])
+    except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    return {"scores": scores, "valid_bytes": count, "seconds": round(time.monotonic() - began, 3)}
+
+
+def score(config: Config, corpus: Corpus, newest: Paths, features: Paths, limit: int) -> tuple[dict[str, float], int]:
+    """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
+
+    `features` are the blocks that the newest fusion block was trained on: only with those is it a model.
+    """
+    last = str(config.blocks)
+    fuses = config.compose == "fuse"
+    own = {number: path for number, path in newest.items() if not fuses or number != last}
+    model = Model(config, _blocks(config, own))
+    fused = _fused(config, features, newest[last]) if fuses and features else None
+    if fused is not None and features == own:
+        model, fused = fused, None  # one walk for both
+    found: dict[str, float] = {}
+    if model.blocks[0].skip != "edm":
+        model.pool_weights = fit_pool_weights(model, corpus.calibration, limit=FIT_BYTES)
+        found |= sampled(context_predictors(model), corpus.valid, config.context, limit)
+    if fused is not None:
+        found["fuse"] = sampled(context_predictors(fused), corpus.valid, config.context, limit)["fuse"]
+    if config.compose == "euler":
+        found["euler"] = sampled(euler_predictors(model, seed=config.seed, draws=1), corpus.valid, config.context, limit)["euler"]
+    named = {name.replace("block_", "block-").replace("fuse", "fused"): ce for name, ce in found.items()}
+    return {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}, min(limit, len(corpus.valid))
+
+
+def _fused(config: Config, features: Paths, newest: str) -> Model:
+    read = _blocks(config, features)
+    fusion = _blocks(config, {str(config.blocks): newest})[0]
+    fusion.readout.copy_from(read)
+    return Model(config, read, fusion)
+
+
+def _blocks(config: Config, paths: Paths) -> list[Block]:
+    made = []
+    for number in sorted(paths, key=int):
+        content = Path(paths[number]).read_bytes()
+        if sha256(content) != Path(paths[number]).name:
+            raise Damaged(f"the weights of block {number} are not those of their name")
+        block = build_block(config, int(number))
+        put_weights(block, unpack(content))
+        made.append(block)
+    return made
+
+
+def _corpus(train: str, valid: str) -> Corpus:
+    """The blobs as the two files of a corpus; mapped, they need their names no longer."""
+    with tempfile.TemporaryDirectory(prefix="blocktrain-score-") as folder:
+        (Path(folder) / "train.txt").symlink_to(Path(train).resolve())
+        (Path(folder) / "valid.txt").symlink_to(Path(valid).resolve())
+        return open_corpus(folder, None, Path(folder))
+
+
+@torch.no_grad()
+def sampled(predict: Predictors, split: Bytes, context: int, limit: int) -> dict[str, float]:
+    """`cross_entropies` on rows from all over a split that is longer than the limit: one stretch of text is unlike the rest."""
+    count = (len(split) - 1) // context
+    if len(split) <= max(limit, context + 1):
+        return cross_entropies(predict, split, context, rows=ROWS)
+    picked = np.unique(np.linspace(0, count - 1, max(1, limit // context)).astype(int))
+    totals: dict[str, float] = {}
+    for some in np.array_split(picked, -(-len(picked) // ROWS)):
+        tokens = torch.from_numpy(np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64))
+        for name, logits in predict(tokens[:, :-1], int(some[0])).items():
+            ce = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="sum")
+            totals[name] = totals.get(name, 0.0) + ce.item()
+    return {name: total / (len(picked) * context) for name, total in totals.items()}
+
+
+if __name__ == "__main__":
+    main()
