@@ -69,6 +69,10 @@ class Visit:
         """Until it says so."""
         self.page.locator(selector).filter(has_text=text).first.wait_for()
 
+    def counts(self, selector: str, number: int) -> None:
+        """Until there are so many of it."""
+        self.until(f"document.querySelectorAll({json.dumps(selector)}).length === {number}")
+
     def until(self, script: str) -> None:
         """Until it is true in the page, whose own rules forbid playwright's way to wait for that."""
         deadline = time.monotonic() + MILLISECONDS / 1000

@@ -128,7 +128,7 @@ def test_a_run_is_shown_as_it_happens(browser: Browser, tmp_path: Path) -> None:
         ada.beat(mine, 1)
         visit.waits_for("#workers", "cay")
         visit.waits_for("#workers .task", "1 / 2")
-        assert "0 of 1 replica" in cells(visit, "blocks", "Block 1")["round"]
+        visit.waits_for("#blocks .round", "0 of 1 replica")
         assert "left" in cells(visit, "blocks", "Block 1")["round"]
 
         stale = cay.submission(late, payload := cay.payload(late))
@@ -150,6 +150,7 @@ def test_a_run_is_shown_as_it_happens(browser: Browser, tmp_path: Path) -> None:
         visit.waits_for("#refusals", "too_stale")
         visit.waits_for("#workers .refused", "too_stale")
         visit.waits_for("#blocks .version", "3")
+        visit.waits_for("#figures", "2.200")  # the last that happened: all before it is shown now
         assert cells(visit, "blocks", "Block 2")["version"] == "0"
         assert "which is 3 behind" in visit.text("#refusals")
         assert "cay 1 ×" in visit.text("#refusals")
@@ -159,7 +160,6 @@ def test_a_run_is_shown_as_it_happens(browser: Browser, tmp_path: Path) -> None:
         assert "Block 1 is at version 3 from 1 update" in visit.text("#feed")
         assert "kB" in cells(visit, "workers", "ada")["moved"]
         assert "kB in" in visit.text("#figures")
-        visit.waits_for("#figures", "2.200")
         visit.page.wait_for_selector('#loss .plot[data-points="3"]')
         visit.page.wait_for_selector('#ce .plot[data-points="6"]')
         assert painted(visit, "loss") > 1000
@@ -179,7 +179,7 @@ def test_a_killed_worker_is_lost_and_may_come_back(browser: Browser, tmp_path: P
         visit.waits_for("#feed .trouble", "fake 1 is lost: nothing heard for 1000 s")
         visit.waits_for("#why", "Nobody is here any more")
         visit.page.check("#group input[value=gone]")
-        assert visit.page.locator("#workers tbody tr").count() == 1
+        visit.counts("#workers tbody tr", 1)
         ada.send(task)  # late, but given to nobody else
         site.clock.now += 2
         visit.waits_for("#feed", "fake 1 is back")
@@ -212,7 +212,7 @@ def test_a_page_without_a_token_asks_for_it(browser: Browser, site: Site) -> Non
         visit.page.fill("#token", TOKEN)
         visit.page.keyboard.press("Enter")
         visit.waits_for("#run-name", "words")
-        assert not visit.page.is_visible("#door")
+        visit.page.wait_for_selector("#door", state="hidden")
 
 
 def test_it_comes_back_after_a_restart_and_says_what_is_old(browser: Browser, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_it_comes_back_after_a_restart_and_says_what_is_old(browser: Browser, tm
         visit.waits_for("#notice-text", "The coordinator is away")
         visit.waits_for("#pill", "away")
         visit.page.click("#try-now")
-        assert visit.page.locator("body.old").count() == 1
+        visit.counts("body.old", 1)
         assert cells(visit, "blocks", "Block 1")["version"] == "1"
         with serving(folder, port) as again:
             ada.client = again.client()
@@ -229,9 +229,9 @@ def test_it_comes_back_after_a_restart_and_says_what_is_old(browser: Browser, tm
             visit.waits_for("#feed", "The coordinator was started again")
             ada.send(as_task(ada.ask()))
             visit.waits_for("#blocks .version", "2")
-            assert not visit.page.is_visible("#notice")
+            visit.page.wait_for_selector("#notice", state="hidden")
             assert visit.page.locator("#feed li", has_text="Block 1 is at version 1 ").count() == 1
-            assert visit.page.get_attribute("#loss .plot", "data-points") == "2"
+            visit.page.wait_for_selector('#loss .plot[data-points="2"]')
         assert [said for said in visit.complaints if "Failed to load resource" not in said] == []
 
 
@@ -261,8 +261,8 @@ def test_a_finished_run_says_how_to_take_the_model_out(browser: Browser, tmp_pat
         visit.waits_for("#pill", "finished")
         assert f"blocktrain pull {site.url} --out runs/pulled --token" in visit.text("#pull-command")
         assert TOKEN not in visit.text("#pull-command")
-        assert visit.text("#share") == "100 %"
-        assert not visit.page.is_visible("#join")
+        visit.waits_for("#share", "100 %")
+        visit.page.wait_for_selector("#join", state="hidden")
 
 
 def test_a_log_is_replayed_by_hand_and_by_itself(browser: Browser, site: Site) -> None:
@@ -271,30 +271,30 @@ def test_a_log_is_replayed_by_hand_and_by_itself(browser: Browser, site: Site) -
     with visiting(browser, site.page) as visit:
         replaying(visit, events)
         visit.waits_for("#run-name", "wikitext-2")
-        assert visit.text("#share") == "100 %"
+        visit.waits_for("#share", "100 %")
         visit.page.focus("#position")
         visit.page.keyboard.press("Home")
         visit.waits_for("#share", "0 %")
-        assert visit.page.locator("#ce .plot").is_hidden()
+        visit.page.wait_for_selector("#ce .plot", state="hidden")
         visit.page.keyboard.press("End")
         visit.page.wait_for_selector('#ce .plot[data-points="30"]')
         visit.page.keyboard.press("Home")
         visit.page.keyboard.press("]")
         visit.waits_for("#workers", "machine-1")
-        assert visit.page.locator("#workers tbody tr").count() == 1
+        visit.counts("#workers tbody tr", 1)
         visit.page.keyboard.press("[")
         visit.waits_for("#no-workers", "Nobody")
-        visit.page.select_option("#speed", "300")
+        visit.page.select_option("#speed", "60")
         visit.page.focus("#main")
         visit.page.keyboard.press(" ")
         visit.waits_for("#play", "Pause")
         visit.until(f"Number(document.querySelector('#position').value) >= {int(length)}")
         visit.waits_for("#play", "Play")
         visit.waits_for("#ledger-title", "Last events of the log")
-        assert visit.page.locator("#ledger li").count() == 12
+        visit.counts("#ledger li", 12)
         visit.page.click("#back-to-live")
         visit.waits_for("#run-name", "words")
-        assert visit.page.is_hidden("#player")
+        visit.page.wait_for_selector("#player", state="hidden")
         assert visit.complaints == []
 
 
@@ -373,7 +373,7 @@ def test_both_themes_at_both_sizes(browser: Browser, site: Site, scheme: Any) ->
         assert visit.page.evaluate(background) != system
         visit.page.reload()
         visit.page.wait_for_selector("#pill.live")
-        assert visit.text("#theme") == other
+        visit.waits_for("#theme", other)
         assert visit.page.evaluate(background) != system
         assert visit.overflow == 0
         assert visit.complaints == []
