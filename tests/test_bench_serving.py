@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from blocktrain.bench import serving_report
+from blocktrain.bench import quality, serving_report
 from blocktrain.bench.answers import Way, quantile, take_prompts
 from blocktrain.bench.costs import Costs, fitted
 from blocktrain.bench.failover import Case, summary
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("bench") / "model"
     small = {"width": 16, "heads": 2, "layers_per_block": 1, "blocks": 4, "context": 32, "batch": 8, "steps": 40, "z_width": 8}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(serving_report.SCALES, "tiny", small)
+        patch.setitem(quality.SCALES, "tiny", small)
         source = Source(str(corpus_folder), None, corpus_folder)
         assert serving_report.trained(folder, "tiny", source, 0, 2) == folder
         before = (folder / "model" / "config.json").stat().st_mtime_ns
@@ -206,7 +206,7 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     assert predicted("ring", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.15))
     assert predicted("star", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.2))
     line = fitted([(1, 3.0), (1, 2.0), (1, 9.0), (5, 11.0)])
-    assert (line.base, line.each) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert [line.base, line.each] == pytest.approx([1.0, 2.0])
 
 
 def test_gains_are_over_the_best_autoregressive_row() -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,11 +23,11 @@ import pytest
 from blocktrain.cli import evaluate
 from blocktrain.coordination.audit import audit
 from blocktrain.coordination.client import HttpClient, LocalClient
-from blocktrain.coordination.coordinator import Coordinator, open_coordinator
+from blocktrain.coordination.coordinator import open_coordinator
 from blocktrain.coordination.evidence import Folder
 from blocktrain.coordination.server import Listen, Server, running
 from blocktrain.coordination.store import read_ledger
-from blocktrain.errors import BlockTrainError, StorageFailed, Unreachable
+from blocktrain.errors import StorageFailed, Unreachable
 from blocktrain.network import audit as audit_command
 from blocktrain.network import pull
 from blocktrain.protocol import messages as m
@@ -257,27 +256,12 @@ def expired(client: LocalClient) -> set[int]:
 # Disks
 
 
-class Serving:
-    """A coordinator behind HTTP in this process, whose failure can be looked at."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.server = Server(coordinator, Listen())
-        self.failure: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.server.run()
-        except BlockTrainError as error:
-            self.failure = error
-
-
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_acknowledges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     coordinator = begin(tmp_path / "run")
-    serving = Serving(coordinator)
-    client = HttpClient(serving.server.url, timeout=PATIENCE)
+    server = Server(coordinator, Listen())
+    server.start()
+    client = HttpClient(server.url, timeout=PATIENCE)
     worker = FakeWorker(client)
     first = as_task(worker.send(worker.joined()).next)
     payload = worker.payload(first)
@@ -295,8 +279,8 @@ def test_a_disk_that_fails_acknowledges_nothing(tmp_path: Path, monkeypatch: pyt
         with pytest.raises((Refused, Unreachable)) as no:
             call()
         assert not isinstance(no.value, Refused) or no.value.code == Code.STORAGE_FAILED
-    serving.thread.join(PATIENCE)
-    assert isinstance(serving.failure, StorageFailed) and os.strerror(code) in str(serving.failure)
+    assert not server.serves(PATIENCE)
+    assert isinstance(server.failure, StorageFailed) and os.strerror(code) in str(server.failure)
     with pytest.raises(StorageFailed):
         coordinator.submit(worker.submission(first, payload))
     coordinator.close()

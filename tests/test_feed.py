@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain import web
 from blocktrain.coordination import http_api, watch_api
 from blocktrain.coordination.client import HttpClient, LocalClient
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
@@ -223,8 +224,8 @@ def test_a_log_from_another_hand_is_read_as_far_as_it_goes(tmp_path: Path) -> No
 
 
 def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr(http_api, "MIN_RATE", 1 << 30)
+    monkeypatch.setattr(web, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
     with serving(tmp_path) as (coordinator, url, _), socket.socket() as deaf, ExitStack() as stack:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from blocktrain.coordination import http_api, server
+from blocktrain import web
+from blocktrain.coordination import http_api
 from blocktrain.coordination.blobs import Blobs
 from blocktrain.coordination.client import HttpClient, LocalClient, fetch
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
@@ -487,8 +488,8 @@ def trickled(place: Place, head: bytes, content: bytes) -> bytes:
 
 
 def test_a_body_that_comes_in_drops_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "BODY_SECONDS", 0.4)
-    monkeypatch.setattr(http_api, "MIN_RATE", 1 << 20)
+    monkeypatch.setattr(web, "BODY_SECONDS", 0.4)
+    monkeypatch.setattr(web, "MIN_RATE", 1 << 20)
     task = place.worker().joined()
     authorization = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     post = f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Length: 60000\r\n\r\n"
@@ -502,7 +503,7 @@ def test_a_body_that_comes_in_drops_is_given_up(place: Place, monkeypatch: pytes
 
 @pytest.mark.parametrize("first", [b"", b"POST /v1/join HTTP/1.1\r\nHost: x\r\n"], ids=["silence", "slow headers"])
 def test_headers_that_never_end_are_hung_up_on(place: Place, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
-    monkeypatch.setattr(server, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(web, "HEADER_SECONDS", 0.4)
     before = snapshot(place.coordinator)
     began = time.monotonic()
     assert trickled(place, first, b"X-Slow: " + b"x" * 5000 if first else b"") == b""

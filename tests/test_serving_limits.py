@@ -88,7 +88,7 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_api, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(web, "BODY_SECONDS", 1.0)
     monkeypatch.setattr(gate, "MAX_FROM_ONE", 20)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:

@@ -15,7 +15,8 @@ from typing import IO, Any
 
 import pytest
 
-from blocktrain.coordination import http_api, server
+from blocktrain import web
+from blocktrain.coordination import http_api
 from blocktrain.coordination.client import HttpClient, LocalClient
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
 from blocktrain.coordination.server import Listen, running
@@ -183,8 +184,8 @@ def three_hundred(target: Address) -> Crowd:
 
 def test_three_hundred_who_trickle_do_not_stop_the_honest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_api, "MAX_SERVED", 32)  # bodies that are still on their way take none of these places
-    monkeypatch.setattr(http_api, "BODY_SECONDS", 600.0)
-    monkeypatch.setattr(server, "HEADER_SECONDS", 600.0)
+    monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
+    monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
     with listening(tmp_path, monkeypatch) as (coordinator, door, url):
         refusals = coordinator.live.recall.refusals
         with three_hundred(address_of(url)) as crowd, closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client:
@@ -200,9 +201,9 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(tmp_path: Path, monkey
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
         until(lambda: not door.moving and not door.served, "room after they have gone")
 
-        monkeypatch.setattr(http_api, "BODY_SECONDS", 0.5)
-        monkeypatch.setattr(http_api, "MIN_RATE", 1 << 30)
-        monkeypatch.setattr(server, "HEADER_SECONDS", 1.0)
+        monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
+        monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
+        monkeypatch.setattr(web, "HEADER_SECONDS", 1.0)
         with three_hundred(address_of(url)) as crowd:
             until(lambda: crowd.closed == 300, "the end of the last of them")
         assert 0 < refusals[Code.TOO_SLOW] <= 150 and set(crowd.statuses) <= {408, 429}
@@ -213,7 +214,7 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(tmp_path: Path, monkey
 def test_bytes_after_an_answer_keep_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a body that nobody wanted, and empty lines before a request that never comes. Neither needs a token."""
     with listening(tmp_path, monkeypatch) as (_, _, url):
-        monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.5)
+        monkeypatch.setattr(web, "KEEP_ALIVE_SECONDS", 0.5)
         crowd = Crowd(address_of(url))
         crowd.add(5, "127.0.0.2", b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n", b"x" * 59000)
         crowd.add(5, "127.0.0.2", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n" * 30000)
@@ -262,8 +263,8 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(tmp_path: Path, monkey
             line.close()
         until(lambda: not door.moving and not door.served, "room after they have gone")
 
-        monkeypatch.setattr(http_api, "BODY_SECONDS", 0.5)
-        monkeypatch.setattr(http_api, "MIN_RATE", 1 << 30)
+        monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
+        monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
         line = reader()
         until(lambda: not door.moving and not door.served, "the end of it")
         assert len(rest(line)) < 1 << 24
@@ -326,8 +327,9 @@ inside = 0
 coordinator = open_coordinator(Path(FOLDER))
 server = Server(coordinator, Listen(token=sys.argv[2]))
 print(server.url, flush=True)
-threading.Thread(target=lambda: (sys.stdin.read(), server.stop()), daemon=True).start()
-server.run()
+server.start()
+sys.stdin.read()
+server.stop()
 coordinator.close()
 print(json.dumps({"found": found, "inside": inside}), flush=True)
 """

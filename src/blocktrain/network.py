@@ -105,7 +105,7 @@ def coordinator(
         _require_same_run(running, asked, folder, bool(config or data or given(settings) or given(coordination)))
         operator = _operator_token(folder)
         certificate, key = where.tls or (None, None)
-        server = Server(running, Listen(host, port, where.token, operator, certificate, key))
+        server = Server(running, Listen(host, port, where.token, operator, certificate=certificate, key=key))
         _announce(server.url, folder, where.token, json_)
         _serve(running, server, asked, conduct or Conduct())
     finally:
@@ -157,8 +157,8 @@ def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
 def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], conduct: Conduct) -> None:
     """Answer from the first moment; prepare the run beside it; tell what happens until stopped."""
     from blocktrain.coordination.scoring import Scorer
-    from blocktrain.coordination.server import allow_connections
     from blocktrain.coordination.watching import Watch, warn
+    from blocktrain.web import allow_connections
 
     allow_connections()
     server.start()
@@ -359,9 +359,9 @@ def replay(where: Path, *, listen: str = "127.0.0.1:0", json_: Json = False) -> 
     listen
         Address and port on this machine; port 0 takes a free one.
     """
-    from blocktrain.coordination.server import AppServer, Listen
     from blocktrain.coordination.watch_api import find_log, replay_app
     from blocktrain.terminal import console
+    from blocktrain.web import AppServer, Listen
 
     host, port = Address(listen, open=True).parse()
     if not _loopback(host):

@@ -47,7 +47,7 @@ class Door:
         if self.api_keys is None and not self.open and not is_loopback(host):
             raise ConfigError(f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)")
         certificate, key = self.tls or (None, None)
-        return Listen(host, port, certificate, key)
+        return Listen(host, port, certificate=certificate, key=key)
 
     def rules(self, model: str, defaults: Defaults) -> Rules:
         """What is served to whom."""

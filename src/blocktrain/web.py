@@ -1,4 +1,4 @@
-"""An ASGI app on a socket: TLS, signals, and deadlines for those who send or read too slowly."""
+"""An ASGI app on a socket: TLS, the event loop, signals, and deadlines for those who send or read too slowly."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import importlib.util
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ HEADER_SECONDS = 15.0
 BODY_SECONDS = 10.0
 MIN_RATE = 16 << 10  # bytes a second; who is slower is given up, in either direction
 MAX_HEADERS = 64 << 10  # bytes
+MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
-STOP_SECONDS = 5
+FINISH_SECONDS = 5  # that what is being answered has when it stops
+STOP_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
 
 
@@ -98,17 +101,27 @@ class Listen:
 
     host: str = "127.0.0.1"
     port: int = 0
-    certificate: Path | None = None
-    key: Path | None = None
+    certificate: Path | None = field(default=None, kw_only=True)
+    key: Path | None = field(default=None, kw_only=True)
 
 
-class _Quiet(uvicorn.Server):
-    """Ends on a signal without raising it again: to be told to stop is no failure."""
+class _Uvicorn(uvicorn.Server):
+    """Ends streams before it waits for its connections, and on a signal ends without raising it again."""
+
+    def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._end_streams = end_streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """The way out, whatever made it go."""
+        self._end_streams()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """While it serves, Ctrl-C and SIGTERM mean: finish; a second Ctrl-C: at once."""
-        known = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        """While the main thread serves, Ctrl-C and SIGTERM mean: finish; a second Ctrl-C: at once."""
+        ours = threading.current_thread() is threading.main_thread()
+        known = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM) if ours}
         try:
             yield
         finally:
@@ -119,7 +132,8 @@ class _Quiet(uvicorn.Server):
 class AppServer:
     """An app on a socket. `url` is known before the first request."""
 
-    def __init__(self, app: Any, listen: Listen) -> None:
+    def __init__(self, app: Any, listen: Listen, end_streams: Callable[[], None] = lambda: None) -> None:
+        self._thread: threading.Thread | None = None
         self._socket = bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -128,13 +142,12 @@ class AppServer:
             app,
             http=DeadlineProtocol,
             ws="none",
-            lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=STOP_SECONDS,
+            timeout_graceful_shutdown=FINISH_SECONDS,
             ssl_certfile=listen.certificate,
             ssl_keyfile=listen.key,
         )
@@ -142,15 +155,27 @@ class AppServer:
             config.load()
         except OSError as error:
             raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
-        self._server = _Quiet(config)
+        self._server = _Uvicorn(config, end_streams)
 
     async def serve(self) -> None:
         """Until a signal or `stop`; in the main thread's loop."""
         await self._server.serve(sockets=[self._socket])
 
+    def start(self) -> None:
+        """Serve in a thread; connections wait in the socket's queue until its loop runs."""
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="server", daemon=True)
+        self._thread.start()
+
+    def serves(self, seconds: float) -> bool:
+        """Wait so long, or until the thread stops; whether it still serves."""
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+        return self._thread is not None and self._thread.is_alive()
+
     def stop(self) -> None:
-        """Finish what is being answered, and end."""
+        """Finish what is being answered, and end what `serve` or `start` began."""
         self._server.should_exit = True
+        self.serves(STOP_SECONDS)
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
@@ -171,3 +196,14 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port") from None
     return listening
+
+
+def allow_connections() -> None:
+    """As many open files as the system lets this process have: every worker keeps a connection, and 1,024 are soon used up."""
+    with suppress(ImportError, OSError, ValueError):  # not everywhere, and not always
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from blocktrain import web
 from blocktrain.coordination import watch_api
 from blocktrain.coordination.blobs import is_name
 from blocktrain.coordination.coordinator import Coordinator
@@ -35,8 +36,6 @@ from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
 
 TICK_SECONDS = 0.2
-BODY_SECONDS = 10.0
-MIN_RATE = 16 << 10  # bytes a second; slower bodies are given up
 MAX_SERVED = 256  # requests at a time that the coordinator works on
 MAX_MOVING = 1024  # requests at a time whose bytes are on the line, in either direction
 MAX_FROM_ONE = 64  # of both together, from one address
@@ -258,7 +257,7 @@ class _Api:
         parts: list[bytes] = []
         try:
             with self.door.on_the_line(_address(request)):
-                async with asyncio.timeout(BODY_SECONDS + length / MIN_RATE):
+                async with asyncio.timeout(web.BODY_SECONDS + length / web.MIN_RATE):
                     async for part in request.stream():
                         parts.append(part)
         except TimeoutError:

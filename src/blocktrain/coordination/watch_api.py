@@ -241,9 +241,7 @@ def replay_app(log: Path) -> Starlette:
         Route("/v1/events", events),
         Route("/v1/replay", is_a_replay),
     ]
-    app = Starlette(routes=routes, exception_handlers={Refused: refused})
-    app.state.end_streams = lambda: None
-    return app
+    return Starlette(routes=routes, exception_handlers={Refused: refused})
 
 
 def _whole(log: Path, after: int) -> Iterator[bytes]:
