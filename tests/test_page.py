@@ -17,7 +17,7 @@ from blocktrain.coordination.server import Listen, running
 from blocktrain.coordination.watch_api import find_log, replay_app
 from blocktrain.protocol.messages import Kick, Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.web import AppServer
+from blocktrain.web import AppServer, Where
 from browser import CHROMIUM, Visit, a_log, as_lines, browsing, visiting
 from coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin
 
@@ -301,7 +301,7 @@ def test_a_log_is_replayed_by_hand_and_by_itself(browser: Browser, site: Site) -
 
 def test_a_served_log_is_replayed_without_a_coordinator(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(as_lines(a_log(versions=3, finished=True)))
-    server = AppServer(replay_app(find_log(tmp_path)), Listen())
+    server = AppServer(replay_app(find_log(tmp_path)), Where())
     server.start()
     try:
         with visiting(browser, server.url) as visit:

@@ -19,7 +19,7 @@ from blocktrain.learning.data import Corpus
 from blocktrain.serving import gate, openai_api
 from blocktrain.serving.entry import Entry
 from blocktrain.serving.openai_api import Rules, build_app
-from blocktrain.web import AppServer, Listen
+from blocktrain.web import AppServer, Where
 from served import PATIENCE, a_model, saved
 
 LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
@@ -32,13 +32,13 @@ def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(a_model(corpus), tmp_path_factory.mktemp("limits") / "small")
 
 
-def serving(run: Path, scenario: Scenario, rules: Rules | None = None, listen: Listen | None = None, **options: Any) -> None:
+def serving(run: Path, scenario: Scenario, rules: Rules | None = None, listen: Where | None = None, **options: Any) -> None:
     """A scenario with a server around it."""
 
     async def play() -> None:
         entry = Entry(run)
         await entry.start()
-        server = AppServer(build_app(entry, rules or Rules("small")), listen or Listen())
+        server = AppServer(build_app(entry, rules or Rules("small")), listen or Where())
         running = asyncio.create_task(server.serve())
         try:
             async with asyncio.timeout(PATIENCE), httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, **options) as client:
@@ -168,7 +168,7 @@ def test_https(run: Path, tmp_path: Path) -> None:
         assert server.url.startswith("https://")
         assert (await client.post("/v1/completions", json=SHORT)).status_code == 200
 
-    listen = Listen(certificate=tmp_path / "both.pem", key=tmp_path / "both.pem")
+    listen = Where(certificate=tmp_path / "both.pem", key=tmp_path / "both.pem")
     serving(run, scenario, listen=listen, verify=trusting)
     with pytest.raises(ConfigError, match="certificate"):
-        AppServer(None, Listen(certificate=run / "config.toml", key=run / "config.toml"))
+        AppServer(None, Where(certificate=run / "config.toml", key=run / "config.toml"))

@@ -7,18 +7,17 @@ import math
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from blocktrain.bench_commands import bench_failover, bench_serving
+from blocktrain.bench_commands import MEASURES
 from blocktrain.config import make_config, read_toml
 from blocktrain.errors import BlockTrainError, ConfigError, Interrupted
 from blocktrain.flags import Json, Settings, at_least, given
 from blocktrain.network import audit, coordinator, doctor, kick, pull, replay, status, worker
-from blocktrain.places import command_line, cores, new_run_folder, newest_unfinished, source
+from blocktrain.places import cores, new_run_folder, newest_unfinished, source
 from blocktrain.serving_commands import serve, stage
 
 app = App(
@@ -28,10 +27,10 @@ app = App(
 )
 bench = App(name="bench", help="Measure: every published figure comes from one of these commands.")
 app.command(bench)
+for measure in MEASURES:
+    bench.command(measure)
 for command in (coordinator, worker, doctor, status, kick, pull, audit, replay, serve, stage):
     app.command(command)
-bench.command(bench_serving, name="serving")
-bench.command(bench_failover, name="failover")
 
 
 @app.command
@@ -200,156 +199,6 @@ def generate(
         sys.stdout.buffer.write(bytes([byte]))
         sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
-
-
-@bench.command
-def quality(
-    *,
-    scale: Literal["tiny", "standard"] = "standard",
-    data: str | None = None,
-    seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
-    out: Path | None = None,
-    tune: Annotated[bool, Parameter(negative=())] = False,
-    settings: Settings = None,
-    json_: Json = False,
-) -> None:
-    """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
-
-    Several seeds give means and spreads. An interrupted bench continues where it stopped when called again.
-
-    Parameters
-    ----------
-    scale
-        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: half an hour a seed on 2 cores).
-    data
-        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
-    seed
-        One or more seeds, e.g. --seed 0 1 2.
-    out
-        Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
-    tune
-        Find the learning rates of reference, blocks and fusion on one grid instead, judged on the calibration slice.
-    """
-    from blocktrain.bench import commands
-
-    data = data or ("wikitext2" if scale == "standard" else "stdlib")
-    folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
-    options = commands.QualityOptions(folder, scale, source(data), tuple(seed or [0]), given(settings), cores(), _command_line())
-    commands.show(commands.tune(options) if tune else commands.quality(options), json_)
-
-
-@bench.command
-def memory(*, seed: int = 0, json_: Json = False) -> None:
-    """Bytes of optimizer, gradients and saved activations of one worker against the end-to-end trainer, for 2 to 16 blocks."""
-    from blocktrain.bench import commands
-
-    commands.show(commands.memory(_command_line(), seed), json_)
-
-
-@bench.command
-def step(
-    *,
-    repeats: Annotated[int, at_least(1)] = 200,
-    seed: int = 0,
-    json_: Json = False,
-) -> None:
-    """Time of a worker's training step against a bare loop with the same layers, loss and optimizer, interleaved.
-
-    Parameters
-    ----------
-    repeats
-        Steps of each kind; the medians are compared.
-    """
-    from blocktrain.bench import commands
-
-    commands.show(commands.step(_command_line(), seed, repeats), json_)
-
-
-@dataclass(frozen=True)
-class Distance:
-    """Where the workers of a bench are."""
-
-    hosts: Annotated[int, at_least(1), Parameter(help="Distant hosts, each behind a link of its own.")] = 3
-    rtt_ms: Annotated[float, at_least(0), Parameter(help="Round trip of each link.")] = 80.0
-    mbit: Annotated[float, at_least(0), Parameter(help="Bandwidth of each link, in either direction.")] = 100.0
-
-
-@bench.command
-def transport(
-    *,
-    scale: Literal["tiny", "standard"] = "standard",
-    part: Annotated[list[Literal["replay", "workers", "hosts", "ladder", "outer"]], Parameter(consume_multiple=True)] | None = None,
-    distance: Annotated[Distance | None, Parameter(name="*")] = None,
-    data: str | None = None,
-    seed: int = 0,
-    out: Path | None = None,
-    json_: Json = False,
-) -> None:
-    """Runs over HTTP: replayed to the same hashes, by six workers, from distant hosts, with smaller updates, with outer steps.
-
-    An interrupted bench continues with the first run that is not done when called again.
-
-    Parameters
-    ----------
-    scale
-        tiny (a few minutes, to see it work) or standard (up to an hour a part on 2 cores).
-    part
-        One or more parts instead of all: replay, workers, hosts, ladder, outer.
-    data
-        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
-    seed
-        The first seed; the ladder takes the next two as well.
-    out
-        Folder for results and plot; by default results/transport-SCALE-CORPUS.
-    """
-    from blocktrain.bench import commands
-    from blocktrain.bench.shaper import Link
-    from blocktrain.bench.transport import PARTS, TransportOptions
-
-    data = data or ("wikitext2" if scale == "standard" else "stdlib")
-    folder = out or Path("results") / f"transport-{scale}-{Path(data).stem}"
-    far = distance or Distance()
-    seeds = (seed, seed + 1, seed + 2)
-    link = Link(far.rtt_ms, mbit=far.mbit, seed=seed)
-    options = TransportOptions(folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link)
-    commands.show(commands.transport(options, _command_line()), json_)
-
-
-@bench.command(name="coordinator")
-def bench_coordinator(
-    *,
-    workers: Annotated[int, at_least(1)] = 1000,
-    seconds: Annotated[float, at_least(1)] = 60.0,
-    megabytes: Annotated[float, at_least(1)] = 100.0,
-    seed: int = 0,
-    out: Path | None = None,
-    json_: Json = False,
-) -> None:
-    """How many workers one coordinator bears: how long each call takes, errors, memory; then large transfers against raw TCP.
-
-    Simulated workers on loopback: a heartbeat every 10 s, a task about every minute, one in a hundred leaving and joining every 10 s.
-
-    Parameters
-    ----------
-    workers
-        How many at a time; they join over the time of a task.
-    seconds
-        How long to measure with all of them; below 60 the rhythm is faster, so that all calls are made.
-    megabytes
-        Size of the update that is uploaded and of the corpus that is downloaded, on loopback and over 200 Mbit with 80 ms.
-    out
-        Folder for JSON and plot; by default results/coordinator.
-    """
-    from blocktrain.bench import commands
-    from blocktrain.bench.coordinator import SwarmOptions
-    from blocktrain.bench.transfers import TransferOptions
-
-    swarm, transfers = SwarmOptions(workers, seconds, seed), TransferOptions(megabytes, seed)
-    commands.show(commands.coordinator(swarm, transfers, out or Path("results/coordinator"), _command_line()), json_)
-
-
-def _command_line() -> str:
-    return command_line()
 
 
 def main() -> None:

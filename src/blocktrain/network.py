@@ -361,13 +361,13 @@ def replay(where: Path, *, listen: str = "127.0.0.1:0", json_: Json = False) -> 
     """
     from blocktrain.coordination.watch_api import find_log, replay_app
     from blocktrain.terminal import console
-    from blocktrain.web import AppServer, Listen
+    from blocktrain.web import AppServer, Where
 
     host, port = Address(listen, open=True).parse()
     if not _loopback(host):
         raise ConfigError(f"--listen {listen!r}: a replay answers on this machine only; from another one use ssh -L")
     log = find_log(where)
-    server = AppServer(replay_app(log), Listen(host, port))
+    server = AppServer(replay_app(log), Where(host, port))
     if json_:
         print(json.dumps({"url": server.url, "log": str(log)}), flush=True)
     console.print(f"events of   {log}\npage        [bold]{server.url}/[/]\nCtrl-C ends it", soft_wrap=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blocktrain.serving.openai_api import Rules
     from blocktrain.serving.openai_messages import Defaults
     from blocktrain.serving.stage import Guard, Stage
-    from blocktrain.web import Listen
+    from blocktrain.web import Where
 
 Yes = Annotated[bool, Parameter(negative=())]
 
@@ -39,15 +39,15 @@ class Door:
     max_requests: Annotated[int, at_least(1), Parameter(help="Requests that are answered at a time.")] = 8
     queue: Annotated[int, at_least(0), Parameter(help="Requests that may wait; those beyond are told to come again (429).")] = 32
 
-    def parse(self) -> Listen:
+    def parse(self) -> Where:
         """Where to listen, refusing an address that strangers can reach unless there are keys."""
-        from blocktrain.web import Listen
+        from blocktrain.web import Where
 
         host, port = parse_address(self.listen)
         if self.api_keys is None and not self.open and not is_loopback(host):
             raise ConfigError(f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)")
         certificate, key = self.tls or (None, None)
-        return Listen(host, port, certificate=certificate, key=key)
+        return Where(host, port, certificate=certificate, key=key)
 
     def rules(self, model: str, defaults: Defaults) -> Rules:
         """What is served to whom."""
@@ -153,7 +153,7 @@ def serve(
     run_loop(serving())
 
 
-async def _serve(entry: Entry, rules: Rules, listen: Listen, announce: Callable[[str], None]) -> None:
+async def _serve(entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]) -> None:
     """Until it is told to stop."""
     from blocktrain.serving.entry import Request
     from blocktrain.serving.openai_api import build_app

@@ -73,7 +73,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The other side reads slowly: it must not be slower than those who send."""
         super().pause_writing()
-        self._unread = self._hang_up_after(BODY_SECONDS + self.transport.get_write_buffer_size() / MIN_RATE)
+        self._unread = self._hang_up_after(body_seconds(self.transport.get_write_buffer_size()))
 
     def resume_writing(self) -> None:
         """Fast enough."""
@@ -96,7 +96,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 @dataclass(frozen=True)
-class Listen:
+class Where:
     """Where and how to listen."""
 
     host: str = "127.0.0.1"
@@ -132,7 +132,7 @@ class _Uvicorn(uvicorn.Server):
 class AppServer:
     """An app on a socket. `url` is known before the first request."""
 
-    def __init__(self, app: Any, listen: Listen, end_streams: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: Any, listen: Where, end_streams: Callable[[], None] = lambda: None) -> None:
         self._thread: threading.Thread | None = None
         self._socket = bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
@@ -176,6 +176,11 @@ class AppServer:
         """Finish what is being answered, and end what `serve` or `start` began."""
         self._server.should_exit = True
         self.serves(STOP_SECONDS)
+
+
+def body_seconds(length: int) -> float:
+    """How long so many bytes of a request may take."""
+    return BODY_SECONDS + length / MIN_RATE
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:

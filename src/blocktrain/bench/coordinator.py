@@ -125,11 +125,10 @@ class Running:
 def coordinator_process(folder: Path, corpus: Path, flags: Sequence[str]) -> Iterator[Running]:
     """`blocktrain coordinator` on a fresh folder, ready to be joined; ends with the block."""
     command = [sys.executable, "-m", "blocktrain.cli", "coordinator", "--out", str(folder / "run"), "--data", str(corpus)]
+    command += ["--listen", "127.0.0.1:0", "--score-bytes", "0", "--json"]  # scoring is another process, and not what is measured
     log = folder / "coordinator.log"
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            [*command, "--listen", "127.0.0.1:0", "--json", *flags], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         said = process.stdout.readline() if process.stdout else ""
         if not said:

@@ -25,7 +25,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from blocktrain import web
 from blocktrain.coordination import watch_api
 from blocktrain.coordination.blobs import is_name
 from blocktrain.coordination.coordinator import Coordinator
@@ -34,6 +33,7 @@ from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.web import body_seconds
 
 TICK_SECONDS = 0.2
 MAX_SERVED = 256  # requests at a time that the coordinator works on
@@ -257,7 +257,7 @@ class _Api:
         parts: list[bytes] = []
         try:
             with self.door.on_the_line(_address(request)):
-                async with asyncio.timeout(web.BODY_SECONDS + length / web.MIN_RATE):
+                async with asyncio.timeout(body_seconds(length)):
                     async for part in request.stream():
                         parts.append(part)
         except TimeoutError:

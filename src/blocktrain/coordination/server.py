@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from blocktrain import web
 from blocktrain.coordination import http_api
 from blocktrain.coordination.coordinator import Coordinator
 from blocktrain.errors import BlockTrainError
+from blocktrain.web import AppServer, Where
 
 
 @dataclass(frozen=True)
-class Listen(web.Listen):
+class Listen(Where):
     """Where and how to listen, and to whom."""
 
     token: str = ""
     operator_token: str = ""
 
 
-class Server(web.AppServer):
+class Server(AppServer):
     """What makes it stop is in `failure`."""
 
     def __init__(self, coordinator: Coordinator, listen: Listen) -> None:

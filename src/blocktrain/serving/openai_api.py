@@ -21,7 +21,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from blocktrain import web
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.entry import Entry, Piece
@@ -29,6 +28,7 @@ from blocktrain.serving.gate import Keys, Places, Reading, check_name
 from blocktrain.serving.metrics import Metrics
 from blocktrain.serving.openai_messages import ApiError, Asked, Writing
 from blocktrain.serving.pages import page
+from blocktrain.web import body_seconds
 
 MAX_BODY = 1 << 20
 ALIVE_SECONDS = 10.0  # without text a comment is sent, so that nobody in between takes the line for dead
@@ -128,7 +128,7 @@ class _Api:
         parts: list[bytes] = []
         with self.reading.one(request.client.host if request.client else ""):
             try:
-                async with asyncio.timeout(web.BODY_SECONDS + length / web.MIN_RATE):
+                async with asyncio.timeout(body_seconds(length)):
                     async for part in request.stream():
                         parts.append(part)
             except TimeoutError:
