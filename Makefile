@@ -24,7 +24,7 @@ browser:
 	|| echo "no chromium here: the tests of the page will be skipped"
 
 test: install browser lint
-	$(VENV)/bin/pytest -n auto --dist loadfile
+	$(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -29,6 +29,9 @@ settings.load_profile("suite")
 
 Tiny = Callable[..., Config]
 
+# Files that take minutes. They come first: tests that run side by side are then done sooner.
+LONGEST = ("test_bench_transport", "test_bench_quality", "test_bench_serving", "test_cli", "test_docs", "test_faults", "test_scoring")
+
 WORDS = [
     "amber",
     "birch",
@@ -127,3 +130,9 @@ def pytest_configure() -> None:
     """Ctrl-C must reach what tests start, also where the suite runs in the background and is deaf to it itself."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """(By pytest.)"""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))

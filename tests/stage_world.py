@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
+import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import Model
-from blocktrain.learning.model import Block, build_reference
+from blocktrain.learning.model import Block, Cache, build_reference
 from blocktrain.learning.runs import Run, create_run, publish, seal
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol import frames, handshake
@@ -32,13 +35,20 @@ P = ParamSpec("P")
 
 
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that is a coroutine."""
+    """A test that is a coroutine, and fails too where something breaks that nobody waits for."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+        asyncio.run(watched(test(*args, **kwargs)))
 
     return run
+
+
+async def watched(work: Coroutine[Any, Any, None]) -> None:
+    troubles: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+    await asyncio.wait_for(work, 120)
+    assert not troubles
 
 
 def random_reference(config: Config) -> Block:
@@ -63,7 +73,7 @@ def run_folder(folder: Path, config: Config) -> Model:
 
 
 class Slow(FanBlocks):
-    """Takes its time, or breaks, and remembers what was worked on together."""
+    """Takes its time, waits at a gate, or breaks; and remembers what was worked on together."""
 
     seconds = 0.0
     broken = False
@@ -73,12 +83,22 @@ class Slow(FanBlocks):
         super().__init__(model.config, {n: model.blocks[n - 1] for n in chosen}, MODEL)
         self.together: list[int] = []
         self.starts: list[int] = []
+        self.caches: list[weakref.ref[Cache]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fresh(self, blocks: tuple[int, ...]) -> dict[int, Cache]:
+        """A cache per block, to be seen until it is freed."""
+        made: dict[int, Cache] = super().fresh(blocks)
+        self.caches += map(weakref.ref, made.values())
+        return made
 
     def work(self, parts: Sequence[Part]) -> list[Tensor]:
         """As it says."""
         self.together.append(len(parts))
         self.starts += [part.start for part in parts]
         time.sleep(self.seconds)
+        self.gate.wait(20)
         if self.broken:
             raise RuntimeError("out of order")
         return super().work(parts)
@@ -237,3 +257,20 @@ def text_of(length: int, seed: int = 1) -> bytes:
 def ids_of(text: bytes) -> Tensor:
     """The same for a block."""
     return torch.tensor([list(text)])
+
+
+def mutated(data: bytes, draw: random.Random) -> bytearray:
+    """With some bits, bytes or lengths changed."""
+    found = bytearray(data)
+    for _ in range(draw.randrange(1, 4)):
+        place = draw.randrange(len(found))  # a frame is longer than what is taken from it
+        match draw.randrange(4):
+            case 0:
+                found[place] ^= 1 << draw.randrange(8)
+            case 1:
+                found[place] = draw.randrange(256)
+            case 2:
+                del found[place : place + draw.randrange(1, 9)]
+            case _:
+                found[place:place] = draw.randbytes(draw.randrange(1, 9))
+    return found

@@ -61,7 +61,7 @@ def test_the_same_seed_writes_the_same_bytes(trained: Path, mode: list[str]) -> 
 
 
 def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(tmp_path: Path, text: Path) -> None:
-    settings = ["--data", str(text), *TINY[:-1], "400"]
+    settings = ["--data", str(text), *TINY[:-1], "200"]
     whole = blocktrain("train", "--out", "whole", *settings, cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     process = subprocess.Popen(
@@ -89,6 +89,7 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> Non
     while not condition():
         if time.monotonic() > deadline or process.poll() is not None:
             pytest.fail(f"the process ended with {process.returncode} before it did what was waited for")
+        time.sleep(0.02)
 
 
 BAD_INPUT = [

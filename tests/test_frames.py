@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Decoder, Frame, FrameError, Header, Kind, Why, encode
+from stage_world import mutated
 
 MOST = 1000
 MUTATIONS = 1_000_000 if os.environ.get("BLOCKTRAIN_LONG") else 100_000
@@ -242,20 +243,7 @@ def test_mutated_frames_neither_crash_nor_hang_nor_grow() -> None:
     reader = decoder()
     before = 0
     for number in range(MUTATIONS):
-        data = bytearray(draw.choice(good))
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.randrange(len(data))
-            match draw.randrange(4):
-                case 0:
-                    data[place] ^= 1 << draw.randrange(8)
-                case 1:
-                    data[place] = draw.randrange(256)
-                case 2:
-                    del data[place : place + draw.randrange(1, 9)]
-                case _:
-                    data[place:place] = draw.randbytes(draw.randrange(1, 9))
-            if not data:
-                break
+        data = mutated(draw.choice(good), draw)
         try:
             found = reader.feed(data)
             outcomes["read"] = outcomes.get("read", 0) + len(found)

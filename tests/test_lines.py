@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
+import random
 import signal
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import trustme
 
 from blocktrain.errors import ConfigError, IdentityError, RunError
 from blocktrain.learning.compose import LocalStage, Model
+from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Run
 from blocktrain.serving.address import format_address, is_loopback, parse_address, read_key
 from blocktrain.serving.holding import EulerSteps, FanBlocks, ReferenceLayers, load_holding, parse_blocks
@@ -27,13 +31,14 @@ from blocktrain.serving.pulse import IDLE_TICKS, SILENCE, TICK, Pulse
 from blocktrain.serving.stage import Guard, Stage
 from command import blocktrain, start
 from conftest import random_model, tiny_config
-from stage_world import KEY, Slow, Wire, fan_of, ids_of, in_loop, line_to, run_folder, serving, text_of, until
+from stage_world import KEY, Slow, Wire, fan_of, ids_of, in_loop, line_to, mutated, run_folder, serving, text_of, until
 
 Started = tuple[subprocess.Popen[str], dict[str, Any]]
 CPU = torch.device("cpu")
 CONFIG = tiny_config(blocks=4, context=32)
 MODEL_4 = random_model(CONFIG)
 TEXT = text_of(32)
+ROUNDS = 2000 if os.environ.get("BLOCKTRAIN_LONG") else 100
 
 
 # -- is it still there? (pure)
@@ -140,7 +145,7 @@ async def test_a_black_hole_is_noticed_within_a_second() -> None:
         began = time.monotonic()
         with pytest.raises(StageLost):
             await line.run(1, 0, 2, b"c")
-        assert 0.5 < time.monotonic() - began < 1.0 + line.rtt_ms / 1e3 + 0.5  # half a second for a busy machine
+        assert 0.5 < time.monotonic() - began < 1.0 + line.rtt_ms / 1e3 + 3  # the rest for a busy machine
         assert not line.alive and line.failures == 1
         await line.aclose()
         await wire.close()
@@ -149,7 +154,7 @@ async def test_a_black_hole_is_noticed_within_a_second() -> None:
 @in_loop
 async def test_a_long_computation_is_not_mistaken_for_a_dead_host() -> None:
     holding = Slow(MODEL_4)
-    holding.seconds = 2.5
+    holding.seconds = 2 * SILENCE
     async with serving(holding) as stage, line_to(stage) as line:
         await line.open(1)
         assert (await line.run(1, 0, 0, b"ab")).shape == (3, 2, 16)
@@ -185,6 +190,85 @@ async def test_nobody_at_home_is_told_in_time() -> None:
     await line.aclose()
     with pytest.raises(ConfigError, match="host:port"):
         StageLine("nowhere", Access(CONFIG.fingerprint))
+    line = StageLine("no..name:9", Access(CONFIG.fingerprint))
+    with pytest.raises(StageLost, match="blocktrain stage"):
+        await line.ready(0.3)
+    await line.aclose()
+
+
+# -- stages that know the key and say something else than was asked for
+
+
+@contextlib.asynccontextmanager
+async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine]:
+    """A line to somebody who says this when it is asked, one after the other, and hangs up."""
+    facts = fan_of(MODEL_4, 1).facts
+    held = frames.Welcome(bytes(32), facts.kind, facts.blocks, facts.width, facts.context, facts.z_width, facts.fingerprint, facts.model)
+
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(frames.encode(frames.Challenge(bytes(32)))))
+        decoder = frames.Decoder(lambda *_: 1 << 20)
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                for frame in decoder.feed(data):
+                    if isinstance(frame.header, frames.Hello):
+                        welcome = handshake.prove_welcome(KEY, bytes(32), frame.header.nonce, held)
+                        writer.write(b"".join(frames.encode(welcome)))
+                    elif isinstance(frame.header, Run):
+                        for piece in answer():
+                            writer.write(piece)
+                            await asyncio.sleep(0.01)
+                        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    line = StageLine(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(CONFIG.fingerprint, KEY))
+    try:
+        await line.ready()
+        yield line
+    finally:
+        await line.aclose()
+        server.close()
+
+
+def answered(payload: bytes = bytes(2 * 16 * 4), blocks: tuple[int, ...] = (1,), width: int = 16, count: int = 2) -> bytes:
+    """OPENED and RESULT."""
+    result = frames.encode(frames.Result(0, 0, count, 0, 0), 1, 1, [payload])
+    return b"".join([*frames.encode(frames.Opened(blocks, width), 1), *result])
+
+
+ENDLESS = frames.PREFIX.pack(frames.MAGIC, frames.PROTOCOL, frames.Kind.RESULT, 0, 1, 1, 6, 1 << 38) + b"\x95\0\0\2\0\0"
+LIES: dict[str, Sequence[bytes]] = {
+    "more blocks": [answered(blocks=(1, 2))],
+    "no blocks": [answered(blocks=())],
+    "another width": [answered(width=256)],
+    "room for what never comes": [b"".join(frames.encode(frames.Opened((1,), 1 << 31), 1)), ENDLESS],
+    "fewer bytes": [answered(bytes(64))],
+    "fewer positions": [answered(count=1)],
+    "more than there can be": [answered(bytes(1 << 16))],
+    "not all of it": [answered()[:-1]],
+    "a question": [b"".join(frames.encode(frames.Ping(1)))],
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+@in_loop
+async def test_an_answer_in_another_shape_is_not_taken(name: str) -> None:
+    async with liar(lambda: LIES[name]) as line:
+        await line.open(1)
+        with pytest.raises(StageLost):
+            await line.run(1, 0, 0, b"ab")
+        assert line.failures == 1
+
+
+@in_loop
+async def test_mutated_answers_break_nothing() -> None:
+    draw = random.Random(2)
+    good = answered() + b"".join(frames.encode(frames.Pong(1, 0)))
+    for _ in range(ROUNDS):
+        async with liar(lambda: [bytes(mutated(good, draw))]) as line:
+            await line.open(1)
+            with contextlib.suppress(StageLost, StageRefused):
+                assert (await line.run(1, 0, 0, b"ab")).shape == (1, 2, 16)
 
 
 @in_loop
@@ -208,7 +292,7 @@ async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
     await stranger.aclose()
     plain = StageLine(stage.address, Access(CONFIG.fingerprint, KEY))
     with pytest.raises((StageLost, StageRefused)):
-        await plain.ready(1)
+        await plain.ready(0.5)
     await plain.aclose()
     await stage.aclose()
 
@@ -324,24 +408,22 @@ def test_a_stage_in_a_process_of_its_own(process: Started) -> None:
     started, said = process
     assert said["blocks"] == [2, 3] and said["kind"] == "blocks" and said["fingerprint"] == CONFIG.fingerprint
 
-    async def ask() -> float:
+    async def ask() -> None:
         async with line_to(said["address"], CONFIG.fingerprint) as line:
             await line.open(1)
             found = await line.run(1, 0, 0, TEXT)
             with torch.no_grad():
                 for place, number in enumerate((2, 3)):
                     assert torch.equal(found[place], LocalStage(MODEL_4, number)(ids_of(TEXT), 0)[0])
-            waiting = asyncio.ensure_future(line.run(1, 1, 0, TEXT))
-            await asyncio.sleep(0)
             started.send_signal(signal.SIGSTOP)  # it will not answer
-            await asyncio.sleep(0.1)
+            waiting = line.submit(1, Run(1, 0, 32), TEXT)
             began = time.monotonic()
             started.kill()
-            await asyncio.wait([waiting])
-            await until(lambda: not line.alive)
-            return time.monotonic() - began
+            with pytest.raises(StageLost):
+                await waiting
+            assert time.monotonic() - began < 0.3 + 3 and not line.alive  # the rest for a busy machine
 
-    assert asyncio.run(ask()) < 0.3 + 0.5  # half a second for a busy machine
+    asyncio.run(ask())
 
 
 def test_ctrl_c_ends_it(process: Started) -> None:

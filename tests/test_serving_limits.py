@@ -71,7 +71,7 @@ def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(run: Path, monk
     monkeypatch.setattr(web, "HEADER_SECONDS", 3.0)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
-        slow = [await line(server) for _ in range(200)]
+        slow = [await line(server) for _ in range(300)]
         for _, writer in slow:
             writer.write(b"POST /v1/completions HT")
         assert (await client.post("/v1/completions", json=SHORT)).status_code == 200

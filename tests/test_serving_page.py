@@ -14,7 +14,7 @@ import pytest
 from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Corpus
 from browser import CHROMIUM, Visit, browsing, picture, visiting
-from served import Process, a_model, saved, started
+from served import PATIENCE, Process, a_model, saved, started
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -113,7 +113,7 @@ def test_the_way_of_writing_is_chosen(browser: Browser, entry: Process) -> None:
         page = visit.page
         assert page.locator("#sweeps").is_disabled()
         page.locator("#mode label", has_text="sweep").click()
-        assert page.locator("#sweeps").is_enabled()
+        page.locator("#sweeps:enabled").wait_for()
         with page.expect_request("**/v1/completions") as asked:
             write(visit, "the ", 24, sweeps="3")
         body: dict[str, Any] = asked.value.post_data_json or {}
@@ -122,20 +122,22 @@ def test_the_way_of_writing_is_chosen(browser: Browser, entry: Process) -> None:
         page.fill("#temperature", "9")
         page.locator("#write").click()
         assert not page.locator("#temperature").evaluate("field => field.validity.valid")
-        assert visit.text("#pill") == "ready"
+        visit.waits_for("#pill", "ready")
+        visit.counts("#answers tbody tr", 1)
 
 
-def test_what_was_written_can_be_taken_back_and_edited(browser: Browser, entry: Process) -> None:
+def test_what_was_written_can_be_taken_back_and_edited(browser: Browser, entry: Process, model: Model) -> None:
     with opened(browser, entry) as visit:
         page = visit.page
         assert page.locator("#back").is_disabled()
-        first = write(visit, "<b>the</b> ")
+        first = write(visit, "<b>the</b> ", seed="1")
         assert page.locator("#ink b").count() == 0 and visit.text("#ink").startswith("<b>the</b>")
+        page.fill("#seed", "2")
         page.locator("#again").click()
-        page.locator("#answers tbody tr").nth(1).wait_for()
+        visit.counts("#answers tbody tr", 2)
         second = page.input_value("#text").removeprefix("<b>the</b> ")
-        assert second != first and len(second) == len(first)
-        page.locator("#text").evaluate("area => { area.focus(); area.setSelectionRange(13, 15); }")
+        assert [first, second] == [expected(model, b"<b>the</b> ", 30, seed) for seed in (1, 2)]
+        page.locator("#text:not([readonly])").evaluate("area => { area.focus(); area.setSelectionRange(13, 15); }")
         page.keyboard.insert_text("MINE")
         marked = "".join(page.locator("#ink .by-model").all_inner_texts())
         assert marked == second[:2] + second[4:]
@@ -154,14 +156,16 @@ def test_stop_frees_the_hosts(browser: Browser, entry: Process, how: str) -> Non
         page.fill("#length", "8000")
         page.locator("#write").click()
         page.locator("#ink .by-model").first.wait_for()
-        assert visit.text("#pill") == "writing" and not page.locator("#text").is_editable()
+        visit.waits_for("#pill", "writing")
+        page.locator("#text[readonly]").wait_for()
         if how == "button":
             page.locator("#write").click()
         else:
             page.keyboard.press("Escape")
         visit.waits_for("#ending", "Stopped after")
-        assert page.locator("#text").is_editable() and len(page.input_value("#text")) > 4
-    deadline = time.monotonic() + 20
+        page.locator("#text:not([readonly])").wait_for()
+        assert len(page.input_value("#text")) > 4
+    deadline = time.monotonic() + PATIENCE
     while entry.status()["sessions"]:
         assert time.monotonic() < deadline
         time.sleep(0.02)

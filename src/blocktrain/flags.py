@@ -27,6 +27,7 @@ def flags_of(name: str, title: str, model: type[BaseModel]) -> Any:
 
 Settings = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
 Coordination = flags_of("PolicyFlags", "Coordination (also in the table coordination of --config FILE.toml)", Policy)
+Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
 Json = Annotated[bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())]
 
 

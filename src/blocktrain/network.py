@@ -20,7 +20,7 @@ from blocktrain.config import Config, make_config, read_toml
 from blocktrain.coordination.policy import Policy, make_policy
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.files import write_atomic
-from blocktrain.flags import Coordination, Json, Settings, at_least, given
+from blocktrain.flags import Coordination, Json, Settings, Token, at_least, given
 from blocktrain.places import cache_folder, data_folder, new_run_folder
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from blocktrain.coordination.server import Server
 
 SWITCH_SECONDS = 0.0005  # that a merge may compute while an answer waits for the interpreter, which it does many times
-Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
 Ca = Annotated[Path | None, Parameter(help="Certificate (PEM) that the coordinator's own must be signed by, if it is not a public one.")]
 LAST_SCORE_SECONDS = 60.0  # that --exit waits for the last versions to be scored
 Yes = Annotated[bool, Parameter(negative=())]

@@ -16,6 +16,7 @@ from typing import Any
 from blocktrain.errors import BlockTrainError, Interrupted, RunError
 
 STOP_SECONDS = 60
+ALSO_PRELOADED = ("torch._dynamo",)  # torch imports it with the first optimizer: a second of processor time, in every job
 
 
 class Channel:
@@ -71,7 +72,7 @@ def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[st
     table = _Table({job.name: job for job in jobs})
     context = multiprocessing.get_context("forkserver")
     # Jobs are forked from a server that has imported what they need and done nothing else: no second import, no threads.
-    context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
+    context.set_forkserver_preload([*sorted({job.work.__module__ for job in table.waiting.values()}), *ALSO_PRELOADED])
     try:
         while table.waiting or table.running:
             for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][: slots - len(table.running)]:

@@ -7,24 +7,27 @@ import contextlib
 import json
 import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.errors import ConfigError
-from blocktrain.flags import Json, at_least
+from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.flags import Json, Token, at_least
 from blocktrain.serving.address import is_loopback, parse_address, read_key
 
 if TYPE_CHECKING:
+    from blocktrain.coordination.client import HttpClient
     from blocktrain.serving.entry import Entry
     from blocktrain.serving.openai_api import Rules
     from blocktrain.serving.openai_messages import Defaults
+    from blocktrain.serving.route import Find
     from blocktrain.serving.stage import Guard, Stage
     from blocktrain.web import Where
 
+ASK_SECONDS = 5.0  # that a coordinator has to answer
 Yes = Annotated[bool, Parameter(negative=())]
 
 
@@ -71,26 +74,36 @@ class Answers:
     ] = None
     sweeps: Annotated[int, at_least(1), Parameter(help="Traversals of mode sweep; more come closer to the exact text.")] = 1
     draft: Annotated[
-        Literal["first-block", "none"], Parameter(help="What mode sweep starts from: the first block's text, or pure noise.")
-    ] = "first-block"
+        Literal["first-block", "none"] | None,
+        Parameter(help="What mode sweep starts from: the first block's text, or pure noise (the default where blocks write none alone)."),
+    ] = None
     no_degraded: Annotated[
         bool, Parameter(help="Fail an answer when a block is missing, instead of going on without and saying so.", negative=())
     ] = False
-    deadline: Annotated[float, at_least(1), Parameter(help="Seconds after which an answer that is stuck fails.")] = 60.0
+    deadline: Annotated[
+        float, at_least(1), Parameter(help="Seconds that an answer may take; one that is not complete then fails, stuck or not.")
+    ] = 600.0
 
-    def defaults(self, modes: list[str]) -> Defaults:
-        """For a model that can be written with in these ways."""
+    def defaults(self, entry: Entry) -> Defaults:
+        """For a model that not everything can be asked of."""
         from blocktrain.serving.openai_messages import Defaults
 
-        mode = self.mode or ("exact" if "exact" in modes else "autoregressive")
-        return Defaults(mode, self.sweeps, self.draft, not self.no_degraded, self.deadline)
+        mode = self.mode or ("exact" if "exact" in entry.modes() else "autoregressive")
+        return Defaults(mode, self.sweeps, self.draft or entry.draft(), not self.no_degraded, self.deadline)
 
 
 @dataclass(frozen=True)
 class Hosts:
     """The stages that `serve` asks, and how."""
 
-    route: Annotated[str, Parameter(help="Stages as host:port,host:port; without any the whole model is served from here.")] = ""
+    route: Annotated[
+        str,
+        Parameter(
+            help="Stages as host:port,host:port, or the coordinator that they announce themselves to (http://host:port); "
+            "without any the whole model is served from here."
+        ),
+    ] = ""
+    token: Token = ""
     key: Annotated[Path | None, Parameter(help="File with the secret that the stages ask for.")] = None
     ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the stages' own are signed by; the lines are then TLS.")] = None
     wire: Annotated[Literal["fp32", "fp16"], Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text.")] = "fp32"
@@ -100,9 +113,25 @@ class Hosts:
         from blocktrain.serving.entry import Entry
         from blocktrain.serving.route import parse_route
 
-        names = parse_route(self.route) if self.route else ()
+        stages = _finding(_coordinator(self.route, self.token, self.ca)) if "://" in self.route else parse_route(self.route)
         secret = read_key(self.key) if self.key else b""
-        return Entry(run, names, key=secret, tls=_trusting(self.ca), wire=self.wire, reference=reference, threads=threads)
+        return Entry(run, stages, key=secret, tls=_trusting(self.ca), wire=self.wire, reference=reference, threads=threads)
+
+
+def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
+    from blocktrain.coordination.client import HttpClient
+
+    return HttpClient(url, token, ca=ca if url.startswith("https://") else None, timeout=ASK_SECONDS)
+
+
+def _finding(coordinator: HttpClient) -> Find:
+    """Let a coordinator be asked where the stages are."""
+
+    async def find(model: str) -> list[str]:
+        listed = await asyncio.to_thread(coordinator.stages)
+        return [stage.address for stage in listed.stages if stage.model == model]
+
+    return find
 
 
 def _trusting(ca: Path | None) -> ssl.SSLContext | None:
@@ -145,7 +174,7 @@ def serve(
     async def serving() -> None:
         entry = hosts.entry(run, reference=reference, threads=threads)
         try:
-            rules = door.rules(run.resolve().name, answers.defaults(entry.modes()))
+            rules = door.rules(run.resolve().name, answers.defaults(entry))
             await _serve(entry, rules, listen, lambda url: _announce(url, rules.model, json_))
         finally:
             await entry.aclose()
@@ -163,8 +192,7 @@ async def _serve(entry: Entry, rules: Rules, listen: Where, announce: Callable[[
     await entry.start()
     defaults = rules.defaults
     entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
-    announce(server.url)
-    await server.serve()
+    await server.serve(lambda: announce(server.url))  # not before: who reads it may already want to stop it
 
 
 def _announce(url: str, model: str, json_: bool) -> None:
@@ -183,12 +211,16 @@ class Post:
     key: Annotated[Path | None, Parameter(help="File with the secret that all hosts share; needed beyond this machine.")] = None
     tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files): lines are then TLS.", negative=())] = None
     ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the next stage's own is signed by, in a ring over TLS.")] = None
+    announce: Annotated[str, Parameter(help="Coordinator to tell of this stage: http://host:port, as in `serve --route`.")] = ""
+    token: Token = ""
 
     def parse(self) -> tuple[str, int]:
         """Host and port, refusing an address that strangers can reach unless there is a key."""
         host, port = parse_address(self.listen)
         if self.key is None and not is_loopback(host):
             raise ConfigError(f"{host} can be reached from other machines: give --key FILE, the same on all hosts")
+        if self.announce and host in ("0.0.0.0", "::"):
+            raise ConfigError(f"nobody can dial {host}: with --announce, listen on the address that others reach this machine by")
         return host, port
 
     def guard(self) -> Guard:
@@ -233,15 +265,17 @@ def stage(
     threads
         Cores that compute here.
     """
+    post = post or Post()
+    host, port = post.parse()  # first: to import torch takes a while
+
     import torch
 
     from blocktrain.serving.holding import load_holding, parse_blocks
     from blocktrain.serving.stage import Stage
-    from blocktrain.web import run_loop
+    from blocktrain.web import allow_connections, run_loop
 
-    post = post or Post()
-    host, port = post.parse()
     guard = post.guard()
+    allow_connections()
     torch.set_num_threads(threads)
     holding = load_holding(run, parse_blocks(blocks), torch.device("cpu"), reference=reference)
 
@@ -250,11 +284,39 @@ def stage(
         await held.start(host, port)
         try:
             _announce_stage(held, json_)
-            await told.wait()
+            telling = [_keep_telling(_coordinator(post.announce, post.token, post.ca), held)] if post.announce else []
+            await _first(told.wait(), *telling)
         finally:
             await held.aclose()
 
     run_loop(serving())
+
+
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
+    """Until one of them ends, or fails."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _keep_telling(coordinator: HttpClient, held: Stage) -> None:
+    """Tell a coordinator again and again that the stage is here; one that does not answer may later."""
+    from blocktrain.coordination.client import retry_later
+    from blocktrain.protocol.stages import TELL_SECONDS, StageNotice
+
+    notice = StageNotice(address=held.address, model=held.holding.facts.model)
+    while True:
+        try:
+            await asyncio.to_thread(coordinator.tell_stage, notice)
+        except BlockTrainError as error:
+            if not retry_later(error):
+                raise
+        await asyncio.sleep(TELL_SECONDS)
 
 
 def _told_to_stop() -> asyncio.Event:

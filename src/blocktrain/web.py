@@ -111,6 +111,12 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
         self._end_streams = end_streams
+        self.on_start: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on it answers, and a signal ends it as it should."""
+        await super().startup(sockets)
+        self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """The way out, whatever made it go."""
@@ -157,8 +163,9 @@ class AppServer:
             raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
         self._server = _Uvicorn(config, end_streams)
 
-    async def serve(self) -> None:
-        """Until a signal or `stop`; in the main thread's loop."""
+    async def serve(self, started: Callable[[], None] = lambda: None) -> None:
+        """Until a signal or `stop`; in the main thread's loop. `started` is called when it answers."""
+        self._server.on_start = started
         await self._server.serve(sockets=[self._socket])
 
     def start(self) -> None:

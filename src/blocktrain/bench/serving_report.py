@@ -31,10 +31,10 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
     options.folder.mkdir(parents=True, exist_ok=True)
     subject = Subject(options, run or trained(options.folder / "model", options.scale, options.source, options.seed, slots))
     with JobBars("serving", len(options.rtt_ms) + PARTS) as bars:
-        found = measure_serving(subject, bars.told)
         link = options.link(FIRST_BYTE_MS if options.scale == "standard" else options.rtt_ms[0])
         told = partial(_share, bars, "first bytes")
         first = measure_first_byte(options.folder / "untrained", options.scale, link, options.sizes.first_bytes, told)
+        found = measure_serving(subject, bars.told)
     result = {
         **header(command, options.seed),
         "scale": options.scale,

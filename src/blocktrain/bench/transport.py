@@ -242,14 +242,14 @@ def plot_transport(path: Path, result: Result) -> bool:
         if part == "hosts":
             found = result["hosts"]
             axes.plot([moved / 1e9 for _, moved, _ in found["curve"]], [loss for *_, loss in found["curve"]], color="#0072b2")
-            axes.set(xlabel="GB moved", ylabel="training loss, mean of the blocks (nats per byte)")
+            axes.set(xlabel="GB moved", ylabel="training loss, mean of blocks")
             axes.set_title(f"{found['hosts']} hosts, {found['rtt_ms']:g} ms, {found['mbit']:g} Mbit", fontsize=10)
         else:
             for row in result["ladder"]:
                 axes.scatter(row["bytes_ratio"], row["ce_cost"], color="#d55e00")
                 axes.annotate(row["name"], (row["bytes_ratio"], row["ce_cost"]), textcoords="offset points", xytext=(6, 4))
             axes.axhline(BOUND, color="#999999", linestyle="--", linewidth=1)
-            axes.set(xlabel="bytes of updates, uncompressed = 1", ylabel="cost (nats per byte)", xscale="log")
-            axes.set_title(f"how updates are sent, mean of {len(result['ladder_seeds'])} seed(s)", fontsize=10)
+            axes.set(xlabel="bytes of updates, uncompressed = 1", ylabel="cost (nats per byte)", xlim=(0, 1.15))
+            axes.set_title(f"how updates are sent (seeds {', '.join(map(str, result['ladder_seeds']))})", fontsize=10)
     figure.savefig(path, dpi=130)
     return True

@@ -112,7 +112,8 @@ def size_task(left: float, options: Options, block: BlockState, worker: WorkerSt
     needed = worker.overhead + max(fitting, least) * step
     if fitting >= least:
         return Size(fitting, needed, f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s")
-    return Size(0, needed, f"even {least} steps need {needed:.1f} s and {left:.1f} s are left", least)
+    least_said = "one step needs" if least == 1 else f"{least} steps need"
+    return Size(0, needed, f"even {least_said} {needed:.1f} s and {max(left, 0.0):.1f} s are left", least)
 
 
 def _grant(now: float, state: RunState, options: Options, worker: WorkerState, chosen: tuple[int, str]) -> Assignment:

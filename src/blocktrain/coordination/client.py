@@ -45,6 +45,7 @@ from blocktrain.protocol.messages import (
     write,
 )
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.stages import StageList, StageNotice
 from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import range_header, sha256
 
@@ -211,8 +212,19 @@ class HttpClient:
 
     def kick(self, message: Kick) -> None:
         """POST /v1/kick."""
+        self._tell("/v1/kick", message)
+
+    def tell_stage(self, notice: StageNotice) -> None:
+        """POST /v1/stages."""
+        self._tell("/v1/stages", notice)
+
+    def stages(self) -> StageList:
+        """GET /v1/stages."""
+        return self._get(StageList, "/v1/stages")
+
+    def _tell(self, path: str, message: Message) -> None:
         with _reaching(self.url):
-            response = self._http.post("/v1/kick", content=write(message), headers={"Content-Type": "application/json"})
+            response = self._http.post(path, content=write(message), headers={"Content-Type": "application/json"})
         if response.status_code >= 400:
             raise _refused(response)
 

@@ -29,10 +29,12 @@ from blocktrain.coordination import watch_api
 from blocktrain.coordination.blobs import is_name
 from blocktrain.coordination.coordinator import Coordinator
 from blocktrain.coordination.metrics import Metrics
+from blocktrain.coordination.stages import Stages
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.stages import StageNotice
 from blocktrain.web import body_seconds
 
 TICK_SECONDS = 0.2
@@ -117,6 +119,8 @@ def build_app(
         api.route("GET", "/v1/status", api.status),
         api.route("GET", "/v1/ledger", api.ledger),
         api.route("POST", "/v1/kick", partial(api.call, m.Kick, coordinator.kick), "operator"),
+        api.route("POST", "/v1/stages", partial(api.call, StageNotice, api.stages.tell)),
+        api.route("GET", "/v1/stages", api.list_stages),
         api.route("GET", "/v1/events", api.streams.events),
         api.route("GET", "/metrics", api.read_metrics),
         api.route("GET", "/v1/replay", watch_api.not_a_replay, "anyone"),
@@ -138,6 +142,7 @@ class _Api:
         self.coordinator, self.door, self.on_fatal = coordinator, door, on_fatal
         self.streams = watch_api.Streams(coordinator.feed, coordinator.status)
         self.metrics = Metrics(coordinator, lambda: self.streams.count)
+        self.stages = Stages()
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -212,6 +217,10 @@ class _Api:
         """GET /v1/ledger?after=N."""
         after = _number(request.query_params.get("after", "0"), "after")
         return self._answer(await run_in_threadpool(self.coordinator.ledger, after))
+
+    async def list_stages(self, _: Request) -> Response:
+        """GET /v1/stages."""
+        return self._answer(self.stages.listed())
 
     async def read_metrics(self, _: Request) -> Response:
         """GET /metrics."""

@@ -52,12 +52,20 @@ class Compute:
         torch.set_num_threads(self._threads)
         with torch.inference_mode():
             while self._collect():
-                finished = self._round()
-                if finished:
-                    try:
-                        self._loop.call_soon_threadsafe(self._done, finished)
-                    except RuntimeError:  # the loop is closed: nobody is interested any more
-                        return
+                if not self._tell(self._round()):
+                    return
+
+    def _tell(self, finished: list[Work]) -> bool:
+        """Hand over what is finished; False if nobody is interested any more.
+
+        This thread keeps nothing of it: its sessions may end while it waits for more, and their caches are to be freed then.
+        """
+        try:
+            if finished:
+                self._loop.call_soon_threadsafe(self._done, finished)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
     def _collect(self) -> bool:
         """Take over what waits, or wait for something; False at the end."""

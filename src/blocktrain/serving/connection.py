@@ -89,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
             welcomed = True
         except ssl.SSLCertVerificationError as error:
             raise StageRefused(Why.WRONG_KEY, f"{listener.name} is not vouched for by --ca: {error.verify_message}") from None
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:  # the last: a name that cannot be one
             raise StageLost(f"cannot reach {listener.name}: {error}") from None
         finally:
             if not welcomed:

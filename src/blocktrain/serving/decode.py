@@ -42,14 +42,14 @@ class Picker:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._ties: dict[int, bool] = {}
+        self._tied: set[int] = set()  # positions
 
     def picks(self, logits: Tensor, first: int) -> Iterator[int]:
         """The bytes of positions `first` and on, from their logits (T, V), as far as they are asked for."""
         for i, row in enumerate(logits):
             scores = self.sampler.scores(row, first + i)
             second, best = np.partition(scores, -2)[-2:]
-            self._ties[first + i] = bool(best - second < NEAR_TIE)
+            (self._tied.add if best - second < NEAR_TIE else self._tied.discard)(first + i)
             yield int(scores.argmax())
 
     def all_picks(self, logits: Tensor, first: int) -> list[int]:
@@ -59,7 +59,7 @@ class Picker:
     @property
     def near_ties(self) -> int:
         """Positions whose two best bytes were closer than NEAR_TIE when they were last picked."""
-        return sum(self._ties.values())
+        return len(self._tied)
 
 
 class Answer:

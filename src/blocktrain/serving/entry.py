@@ -27,9 +27,9 @@ from blocktrain.serving.draft import Drafter, Lean
 from blocktrain.serving.fan import FanSession, Home, Terms
 from blocktrain.serving.holding import FanBlocks
 from blocktrain.serving.lines import Access
-from blocktrain.serving.readers import AnswerFailed
+from blocktrain.serving.readers import AnswerFailed, seen
 from blocktrain.serving.ring import RingHome, RingSession, from_noise
-from blocktrain.serving.route import Route
+from blocktrain.serving.route import Find, Route
 from blocktrain.serving.thread import ComputeThread
 
 CONNECT_SECONDS = 8.0
@@ -42,7 +42,7 @@ Mode = Literal["autoregressive", "sweep", "exact"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be written, and how. After `deadline` seconds an answer that is stuck fails."""
+    """What is to be written, and how. An answer that is not complete after `deadline` seconds fails."""
 
     prompt: bytes
     max_tokens: int = 256
@@ -54,7 +54,7 @@ class Request:
     top_p: float = 1.0
     stop: tuple[bytes, ...] = ()
     allow_degraded: bool = True
-    deadline: float = 60.0
+    deadline: float = 600.0
 
 
 @dataclass
@@ -94,6 +94,7 @@ class _Job:
     session: FanSession | RingSession
     drafter: Drafter | None
     stats: Stats
+    deadline: float  # on the loop's clock
     began: float = field(default_factory=time.perf_counter)
     window: int = -1  # where the window begins that the stages know
 
@@ -115,7 +116,7 @@ class Entry:
     def __init__(
         self,
         folder: Path,
-        route: Sequence[str] = (),
+        route: Sequence[str] | Find = (),
         *,
         key: bytes = b"",
         tls: ssl.SSLContext | None = None,
@@ -187,6 +188,10 @@ class Entry:
             return ["autoregressive"]
         return ["exact", "sweep", "autoregressive"] if self.fan else ["sweep", "autoregressive"]
 
+    def draft(self) -> Literal["first-block", "none"]:
+        """What mode sweep starts from unless it is told: a block of skip=edm has no text of its own."""
+        return "none" if self.config.skip == "edm" and not self.fan else "first-block"
+
     def status(self) -> dict[str, Any]:
         """The stages as they are now, and what is served."""
         config = self.config
@@ -246,9 +251,9 @@ class Entry:
     def _begin(self, request: Request) -> _Job:
         answer = Answer(request.prompt, request.max_tokens, self.config.context, request.stop)
         sampler = Sampler(request.seed, request.temperature, request.top_p)
+        deadline = asyncio.get_running_loop().time() + request.deadline
         session: FanSession | RingSession
         if self._home is not None:
-            deadline = asyncio.get_running_loop().time() + request.deadline
             session = FanSession(self._home, Terms(self.wire, request.allow_degraded, deadline))
         elif self._ring is not None:
             session = RingSession(self._ring, self.wire, request.seed)
@@ -257,7 +262,8 @@ class Entry:
         self.pace.sweep.guess = 2e-3 + max((line.rtt_ms for line in self.route.lines if line.alive), default=0.0) / 1000
         drafting = request.mode != "autoregressive" and self._local is not None
         drafter = Drafter(Lean(self.config, self._local), sampler) if drafting and self._local is not None else None
-        return _Job(request, answer, Picker(sampler), session, drafter, Stats(request.mode, prompt_bytes_cut=answer.cut))
+        stats = Stats(request.mode, prompt_bytes_cut=answer.cut)
+        return _Job(request, answer, Picker(sampler), session, drafter, stats, deadline)
 
     def _writing(self, job: _Job) -> AsyncGenerator[Sequence[int], None]:
         """What is to be committed, bit by bit."""
@@ -284,6 +290,7 @@ class Entry:
                 await self._ahead(job)
             draft = await self._draft(job, count)
             sweep = asyncio.create_task(self._score(job, window + draft, len(window) - 1))
+            sweep.add_done_callback(seen)
             try:
                 await self._draft_on(job, count, sweep)
                 logits = await sweep
@@ -320,8 +327,10 @@ class Entry:
         """The paper's path."""
         if not isinstance(job.session, RingSession):
             raise ConfigError("only a model composed by euler is written with from noise")
-        chunks: AsyncIterator[tuple[bytes, int]] = from_noise(job.session, self.config, job.answer, job.picker, job.request.sweeps)
-        async for chunk, sweeps in chunks:
+        chunks = from_noise(job.session, self.config, job.answer, job.picker, job.request.sweeps)
+        while job.answer.finish is None:
+            async with _in_time(job):
+                chunk, sweeps = await anext(chunks)
             job.stats.sweeps += sweeps
             yield chunk
 
@@ -330,11 +339,8 @@ class Entry:
     async def _score(self, job: _Job, window: bytes, start: int) -> Tensor:
         """One sweep."""
         began, known = time.perf_counter(), job.window == job.answer.begin
-        try:
-            async with asyncio.timeout(job.request.deadline):
-                logits = await job.session.score(window, start)
-        except TimeoutError:
-            raise AnswerFailed(f"no sweep came back within {job.request.deadline:g} s; see which host hangs in the status") from None
+        async with _in_time(job):
+            logits = await job.session.score(window, start)
         job.stats.sweeps += 1
         job.window = job.answer.begin
         if known and not job.session.tally.troubled:
@@ -374,3 +380,14 @@ class Entry:
                 await self._draft(job, there)
             else:
                 await asyncio.wait([sweep], timeout=LOOK_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def _in_time(job: _Job) -> AsyncIterator[None]:
+    """Fail an answer at its deadline, whatever it waits for then."""
+    try:
+        async with asyncio.timeout_at(job.deadline):
+            yield
+    except TimeoutError:
+        late = f"the answer was not complete after {job.request.deadline:g} s; ask for less, raise --deadline, or see which host is slow"
+        raise AnswerFailed(job.session.tally.lacks or late) from None

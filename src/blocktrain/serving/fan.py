@@ -25,6 +25,8 @@ from blocktrain.serving.thread import ComputeThread
 GRACE_SECONDS, GRACE_ROUND_TRIPS = 0.5, 4  # that a stage which was just lost is given to come back, if no other holds its block
 PATIENCE_SECONDS = 5.0  # the same, if the answer must not go on without the block
 AVOID_SECONDS = 1.0  # how long a stage that refused is not asked again
+HANG_SECONDS = 20.0  # that a stage which answers PINGs may compute before another holder is asked; twice as long the next time
+SHUN_SECONDS = 60.0  # how long one that took longer is asked by nobody, if others hold its blocks
 RETRY_SECONDS, CHECK_SECONDS = 0.02, 0.25  # between two looks at who is there
 
 
@@ -79,6 +81,7 @@ class FanSession:
         self._readers: list[Reader] = []
         self._epoch = 0
         self._avoid: dict[str, float] = {}
+        self._hang_seconds = HANG_SECONDS
 
     async def ahead(self, window: bytes) -> None:
         """Let all stages read this much while something else is done; a stage that fails is noticed later."""
@@ -122,13 +125,11 @@ class FanSession:
         """Keep the readers that live; find one for every other block that somebody holds."""
         for reader in [r for r in self._readers if not r.alive]:
             self._drop(reader)
-        now = asyncio.get_running_loop().time()
-        avoid = {name for name, until in self._avoid.items() if until > now}
         wanted: dict[StageLine | None, list[int]] = {}
         for number, there in enumerate(self._kept(), 1):
             if there:
                 continue
-            line = None if number in self._home.own else self._home.route.pick(number, avoid)
+            line = None if number in self._home.own else self._pick(number)
             if line is not None or number in self._home.local.blocks:
                 wanted.setdefault(line, []).append(number)
         for line, numbers in wanted.items():
@@ -138,6 +139,12 @@ class FanSession:
                 reader = RemoteReader(line, tuple(numbers), self._terms.wire, self.tally)
                 await reader.open()
                 self._readers.append(reader)
+
+    def _pick(self, number: int) -> StageLine | None:
+        """Whom to ask for a block, None for this process: one that hung lately only if there is nobody else."""
+        avoid, route = _names(self._avoid), self._home.route
+        found = route.pick(number, avoid | _names(self._home.shunned))
+        return found if found is not None or number in self._home.local.blocks else route.pick(number, avoid)
 
     def _drop(self, reader: Reader) -> None:
         if reader in self._readers:
@@ -154,6 +161,7 @@ class FanSession:
         while True:
             await self._choose()
             missing = [number for number, there in enumerate(self._kept(), 1) if not there]
+            self.tally.lacks = ""
             if not missing:
                 return
             gone = min(route.gone_for(number) for number in missing)
@@ -168,6 +176,7 @@ class FanSession:
                 refused = any(route.pick(number) for number in missing)  # alive, but it said no a moment ago
                 if wait <= 0 or (gone == math.inf and not refused):
                     raise AnswerFailed(self._nobody(missing))
+                self.tally.lacks = self._nobody(missing)
             self.tally.troubled = True
             await route.changed(min(max(wait, RETRY_SECONDS), CHECK_SECONDS))
 
@@ -190,7 +199,8 @@ class FanSession:
         try:
             waiting = set(asked)
             while waiting and not lost:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done, waiting = await asyncio.wait(waiting, timeout=self._hang_seconds, return_when=asyncio.FIRST_COMPLETED)
+                lost = not done and self._leave_hanging([asked[future] for future in waiting])
                 for future in done:
                     problem = future.exception()
                     if isinstance(problem, StageLost | StageRefused):
@@ -209,10 +219,29 @@ class FanSession:
                 features[number - 1] = rows
         return features
 
+    def _leave_hanging(self, readers: list[Reader]) -> bool:
+        """Give up those that somebody else can stand in for; whether there are any."""
+        found = [reader for reader in readers if isinstance(reader, RemoteReader) and self._can_do_without(reader)]
+        for reader in found:
+            self._home.shunned[reader.line.name] = asyncio.get_running_loop().time() + SHUN_SECONDS
+            self._drop(reader)
+        self._hang_seconds *= 2  # all may be slow: then no answer would ever come
+        return bool(found)
+
+    def _can_do_without(self, reader: RemoteReader) -> bool:
+        home, avoid = self._home, _names(self._home.shunned) | {reader.line.name}
+        return all(number in home.local.blocks or home.route.pick(number, avoid) for number in reader.blocks)
+
     def _failed(self, reader: Reader, error: BlockTrainError) -> None:
         self._drop(reader)
         if isinstance(error, StageRefused) and isinstance(reader, RemoteReader) and error.code != frames.Why.UNKNOWN_SESSION:
             self._avoid[reader.line.name] = asyncio.get_running_loop().time() + AVOID_SECONDS
+
+
+def _names(until: dict[str, float]) -> set[str]:
+    """Of those whose time is not over."""
+    now = asyncio.get_running_loop().time()
+    return {name for name, time in until.items() if time > now}
 
 
 @dataclass
@@ -227,3 +256,4 @@ class Home:
     blocks: int  # independent ones
     width: int
     closing: set[asyncio.Task[None]] = field(default_factory=set)
+    shunned: dict[str, float] = field(default_factory=dict)  # stages that hung, until when

@@ -144,7 +144,9 @@ class ReferenceLayers:
         wanted = [_last(rows, part.wanted) for rows, part in zip(found, parts, strict=True)]
         if not self.last:
             return wanted
-        return list(self.block(torch.cat(wanted, dim=1)).split([rows.shape[1] for rows in wanted], dim=1))
+        x = torch.cat(wanted, dim=1)
+        logits = self.block(x) if x.shape[1] else x.new_zeros(1, 0, VOCABULARY)  # of a long RUN's first piece nothing may be wanted
+        return list(logits.split([part.wanted for part in parts], dim=1))
 
 
 class EulerSteps:

@@ -23,6 +23,7 @@ from blocktrain.serving.wire import tensor_bytes, tensor_of
 
 PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, the longest
 REFUSED_PAUSE = 5.0  # where somebody has to change something first
+MOST_ANSWER = 1 << 30  # bytes, whatever a stage says about its own size
 
 __all__ = ["Access", "Ring", "StageLine", "StageLost", "StageRefused"]
 
@@ -43,7 +44,7 @@ class _Session:
     wire: Wire
     most: int
     blocks: tuple[int, ...]
-    width: int  # of an answer
+    widths: tuple[int, ...]  # that an answer may have; one, once OPENED has come
     opened: asyncio.Future[None]
     sequence: int = 0  # of the last RUN sent
     due: dict[int, _Due] = field(default_factory=dict)  # by sequence
@@ -133,7 +134,10 @@ class StageLine:
         width = facts.z_width if topology == "ring" and facts.kind == "blocks" else facts.width
         asked = frames.Open(topology, wire, width, most or facts.context, next, tuple(sorted(blocks)))
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sessions[session] = _Session(wire, asked.most, asked.blocks or facts.blocks, facts.width, opened)
+        if topology == "ring":  # its last block answers, in state or in logits
+            self._sessions[session] = _Session(wire, asked.most, facts.blocks[-1:], (width, VOCABULARY), opened)
+        else:
+            self._sessions[session] = _Session(wire, asked.most, asked.blocks or facts.blocks, (width,), opened)
         self._send(connection, frames.encode(asked, session))
         if topology == "ring":
             await opened
@@ -265,8 +269,9 @@ class StageLine:
             return 0
         known = self._sessions.get(session)
         if known is None:  # a late answer to a session that was closed: read over it
-            return 4 * len(self.facts.blocks) * self.facts.context * max(self.facts.width, self.facts.z_width, VOCABULARY)
-        return len(known.blocks) * known.most * known.width * ITEM[known.wire]
+            width = max(self.facts.width, self.facts.z_width, VOCABULARY)
+            return min(4 * len(self.facts.blocks) * self.facts.context * width, MOST_ANSWER)
+        return min(len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER)
 
     def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """(By the connection.) Bytes are a sign of life, frames are answers."""
@@ -289,19 +294,25 @@ class StageLine:
             self.rtt_ms = 1e3 * self._pulse.rtt
         elif isinstance(header, frames.Opened):
             if known is not None and not known.opened.done():
-                known.blocks, known.width = header.blocks, header.width
-                known.opened.set_result(None)
+                self._opened(connection, known, header)
         elif isinstance(header, frames.Error):
             self._refused(frame.session, header)
         else:
             connection.end(StageLost(f"{self.name} sends a frame that only a client may send"))
+
+    def _opened(self, connection: Connection, known: _Session, header: frames.Opened) -> None:
+        if header.blocks != known.blocks or header.width not in known.widths:
+            connection.end(StageLost(f"{self.name} opens a session in another shape than was asked for"))
+            return
+        known.widths = (header.width,)
+        known.opened.set_result(None)
 
     def _refused(self, session: int, header: frames.Error) -> None:
         """One session is refused, or all with their connection."""
         error = StageRefused(header.code, f"{self.name} refuses: {header.sentence}")
         known = self._sessions.get(session)
         if known is not None:
-            known.refusal = error
+            known.refusal = known.refusal or error  # the first says why; what was sent after it is only not known there
             known.fail(error)
         elif self.on_refusal:
             self.on_refusal(session, header)
@@ -314,7 +325,7 @@ class StageLine:
         due = known.due.pop(frame.sequence, None)
         if due is None or due.future.done():
             return
-        shape = (len(known.blocks), due.count, known.width)
+        shape = (len(known.blocks), due.count, known.widths[0])
         length = shape[0] * shape[1] * shape[2] * ITEM[known.wire]
         if header.count != due.count or header.epoch != due.epoch or len(frame.payload) != length:
             error = StageLost(f"{self.name} answers in another shape than was asked for")

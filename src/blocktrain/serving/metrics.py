@@ -67,7 +67,8 @@ class Metrics:
         if stats is None:
             return
         self._answers.labels(stats.mode, writing.finish or "unfinished").inc()
-        self._first.labels(stats.mode).observe(stats.first_byte_ms / 1000)
+        if stats.first_byte_ms:
+            self._first.labels(stats.mode).observe(stats.first_byte_ms / 1000)
         for count in stats.accepted_per_sweep:
             self._per_sweep.observe(count)
         self._counted["text_bytes"].inc(writing.bytes)

@@ -183,7 +183,7 @@ def missing_blocks(status: dict[str, Any]) -> list[int]:
     return [block for block in range(1, last + 1) if block not in held]
 
 
-_Numbered = tuple[int, Piece] | None  # which| None  # which choice; None: nothing new, still alive
+_Numbered = tuple[int, Piece] | None  # which choice; None: nothing new, still alive
 
 
 def _take(writings: list[Writing], numbered: _Numbered) -> None:
@@ -274,6 +274,9 @@ class _Guarded:
             response = _refusal(_as_api_error(error))
         except ClientDisconnect:
             status, response = 499, None
+        except Exception:  # a mistake of ours: `_broken` answers
+            self.api.metrics.answered(self.path, 500, time.monotonic() - began)
+            raise
         if response is not None:
             status = response.status_code
         self.api.metrics.answered(self.path, status, time.monotonic() - began)
@@ -306,7 +309,9 @@ async def _nowhere(request: Request, error: Exception) -> Response:
     said = f"there is no {request.method} {request.url.path[:80]} here"
     if request.url.path.startswith("/v1/chat"):
         said += ": this model completes text; use /v1/completions"
-    return _refusal(ApiError(status, said, "not_found"))
+    response = _refusal(ApiError(status, said, "not_found"))
+    response.headers.update((error.headers if isinstance(error, HTTPException) else None) or {})  # Allow
+    return response
 
 
 async def _broken(_: Request, __: Exception) -> Response:

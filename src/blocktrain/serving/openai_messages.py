@@ -22,7 +22,7 @@ MAX_SWEEPS = 64
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_SEED = (1 << 63) - 1
-DEFAULT_TOKENS = 256
+DEFAULT_TOKENS, DEFAULT_TEMPERATURE = 256, 0.8  # as `blocktrain generate`: the same seed alone gives the same text
 
 # Fields of the API that are not supported, with the values that ask for nothing.
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -148,7 +148,7 @@ class Defaults:
     sweeps: int = 1
     draft: Draft = "first-block"
     allow_degraded: bool = True
-    deadline: float = 60.0
+    deadline: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
             sweeps=completion.sweeps or defaults.sweeps,
             draft=completion.draft or defaults.draft,
             seed=(seed + number) & MAX_SEED,
-            temperature=1.0 if completion.temperature is None else completion.temperature,
+            temperature=DEFAULT_TEMPERATURE if completion.temperature is None else completion.temperature,
             top_p=1.0 if completion.top_p is None else completion.top_p,
             stop=tuple(text.encode() for text in completion.stop or ()),
             allow_degraded=defaults.allow_degraded if completion.allow_degraded is None else completion.allow_degraded,

@@ -120,12 +120,16 @@ class Peer(asyncio.BufferedProtocol):
             if paused:
                 self.transport.pause_reading()
             else:
-                self.heard = self.stage.now()
+                self.heard = self.stage.now()  # while nobody read, it could not be heard
+                if self._began is not None:
+                    self._began = self.heard
                 self.transport.resume_reading()
 
     @property
     def overdue(self) -> bool:
         """Whether it has had more time than it is given."""
+        if self.ended:  # it has had its last word
+            return False
         now, limits = self.stage.now(), self.stage.limits
         if self._write_deadline is not None and now > self._write_deadline:
             return True
@@ -145,14 +149,17 @@ class Peer(asyncio.BufferedProtocol):
 
     def refuse(self, error: FrameError, session: int = 0) -> None:
         """Say why; unless it is about the session only, that is the last word."""
+        if self.ended or self.transport.is_closing():
+            return
         self.send(frames.refusal(error, session))
-        if error.why in frames.SESSION_ONLY or self.ended:
+        if error.why in frames.SESSION_ONLY:
             return
         self.ended = True
         self.stage.left(self)
         # To close at once while bytes are unread would reset the connection, and the peer might never read why.
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self.stage.stranger(self)  # until it has hung up it takes a place, and those are counted
         self.stage.loop.call_later(self.stage.limits.goodbye_seconds, self.transport.abort)
 
     # -- frames
@@ -220,6 +227,6 @@ class Peer(asyncio.BufferedProtocol):
         if session is None:
             raise FrameError(Why.UNKNOWN_SESSION, f"session {frame.session}")
         session.used = self.heard
-        work = session.admit(frame.sequence, run, frame.payload)
+        work = session.admit(frame.sequence, run, frame.payload, gaps=self.role == "stage")
         if work is not None:
             self.stage.put(work, self)

@@ -42,6 +42,7 @@ class Tally:
     missing: set[int] = field(default_factory=set)  # blocks that some of it was written without
     positions: int = 0  # that the last sweep read
     troubled: bool = False  # whether it met a failure
+    lacks: str = ""  # what it waits for, if it must not go on without
 
 
 class Reader(Protocol):

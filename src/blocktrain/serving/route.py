@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from blocktrain.errors import ConfigError
+from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.frames import Why
 from blocktrain.serving.lines import Access, StageLine, StageLost, StageRefused
 
 QUEUE_MS = 2.0  # what a RUN that waits there counts for, beside a round trip
 WRONG = frozenset({Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL})  # somebody has to change something
 GHOST_SECONDS = 10.0  # unreachable for so long: nobody waits for it any more; its line still tries to come back
+LOOK_SECONDS = 5.0  # between two looks where the stages are, if somebody has to be asked
+
+Find = Callable[[str], Awaitable[Sequence[str]]]
+"""Where the stages of the model with this hash are now."""
 
 
 class Holder(Protocol):
@@ -67,17 +71,28 @@ def parse_route(text: str) -> tuple[str, ...]:
 
 
 class Route:
-    """Warm lines to all stages that were named."""
+    """Warm lines to all stages that were named, or that are found."""
 
-    def __init__(self, names: Sequence[str], access: Access) -> None:
-        self.lines = [StageLine(name, access) for name in names]
+    def __init__(self, stages: Sequence[str] | Find, access: Access) -> None:
+        self.lines: list[StageLine] = []
+        self._access = access
+        self._find = stages if callable(stages) else None
+        self._looking: asyncio.Task[None] | None = None
         self._since: dict[str, float] = {}  # when each last came or went
         self._news = asyncio.Event()
+        for name in () if callable(stages) else stages:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        line = StageLine(name, self._access)
+        line.on_change = self._changed
+        self.lines.append(line)
 
     async def start(self, seconds: float) -> None:
-        """Connect to all of them. One that serves something else is an error; those that do not answer in time may come later."""
-        for line in self.lines:
-            line.on_change = self._changed
+        """Connect to all of them. A named one that serves something else is an error; those that do not answer in time may come later."""
+        if self._find is not None:
+            await self._follow(await self._find(self._access.model))
+            self._looking = asyncio.create_task(self._look(self._find))
 
         async def ready(line: StageLine) -> None:
             try:
@@ -85,14 +100,35 @@ class Route:
             except StageLost:
                 pass
             except StageRefused as refused:
-                if refused.code in WRONG:
+                if refused.code in WRONG and self._find is None:
                     raise
 
         await asyncio.gather(*(ready(line) for line in self.lines))
 
     async def aclose(self) -> None:
         """Hang up."""
+        if self._looking is not None:
+            self._looking.cancel()
         await asyncio.gather(*(line.aclose() for line in self.lines))
+
+    async def _look(self, find: Find) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with contextlib.suppress(BlockTrainError):  # lines stand also while nobody can be asked for new ones
+                await self._follow(await find(self._access.model))
+
+    async def _follow(self, found: Sequence[str]) -> None:
+        """Dial those that are new; forget the ghosts that are found no more."""
+        known, now = {line.name for line in self.lines}, asyncio.get_running_loop().time()
+        for name in found:
+            if name not in known:
+                with contextlib.suppress(ConfigError):  # no address: whoever told it may tell anything
+                    self._add(name)
+                    self.lines[-1].start()
+        gone = [line for line in self.lines if line.name not in found and not line.alive]
+        for line in [line for line in gone if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS]:
+            self.lines.remove(line)
+            await line.aclose()
 
     def pick(self, block: int, avoid: Collection[str] = ()) -> StageLine | None:
         """Whom to ask for a block now."""

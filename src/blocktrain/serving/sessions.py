@@ -67,11 +67,14 @@ class Session:
         """Bytes that a RUN may have."""
         return self.most * self.item
 
-    def admit(self, sequence: int, run: Run, payload: Buffer) -> Work | None:
-        """The work of a RUN; None if it is late and to be ignored; FrameError if it does not fit."""
+    def admit(self, sequence: int, run: Run, payload: Buffer, *, gaps: bool = False) -> Work | None:
+        """The work of a RUN; None if it is late and to be ignored; FrameError if it does not fit.
+
+        `gaps`: it comes from a stage, which does not pass on what a newer epoch has overtaken.
+        """
         if sequence <= self.sequence:
             raise FrameError(Why.DUPLICATED, f"sequence {sequence} after {self.sequence}")
-        if sequence != self.sequence + 1:
+        if sequence != self.sequence + 1 and not gaps:
             raise FrameError(Why.OUT_OF_ORDER, f"sequence {sequence} after {self.sequence}")
         if not 1 <= run.count <= self.most or run.start + run.count > self.most or len(payload) != run.count * self.item:
             raise FrameError(Why.WRONG_SHAPE, f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} of {self.most}")

@@ -48,6 +48,7 @@ class Stage:
         self._server: asyncio.Server | None = None
         self._checking: asyncio.Task[None] | None = None
         self._openings: set[asyncio.Task[None]] = set()
+        self._closings: set[asyncio.Task[None]] = set()  # of lines to followers that are not needed any more
 
     # -- life
 
@@ -79,6 +80,7 @@ class Stage:
             self._server.close()
         for peer in [*self._friends, *self._all_strangers()]:
             peer.transport.abort()
+        await asyncio.gather(*self._closings)
         for line in self._followers.values():
             await line.aclose()
         self._compute.stop()
@@ -97,6 +99,8 @@ class Stage:
             before = self.now() - self.limits.idle_seconds
             for session in [s for s in self._sessions if s.used < before and not s.waiting]:
                 self.end(session)
+            for line in [f for f in self._spare_followers() if not f.alive]:  # else it would be dialled for ever
+                self._let_go(line)
 
     @property
     def sessions(self) -> int:
@@ -166,13 +170,28 @@ class Stage:
         line = self._followers.get(name)
         if line is None:
             if len(self._followers) >= self.limits.followers:
-                raise FrameError(Why.NEXT_LOST, f"this stage already passes on to {self.limits.followers} others")
+                spare = self._spare_followers()
+                if not spare:
+                    raise FrameError(Why.NEXT_LOST, f"this stage already passes on to {self.limits.followers} others")
+                self._let_go(spare[0])
             facts = self.holding.facts
             line = StageLine(name, Access(facts.fingerprint, self.guard.key, facts.model, "stage", self.guard.next_tls))
             line.on_change = self._follower_changed
             line.on_refusal = self._follower_refused
             self._followers[name] = line
         return line
+
+    def _spare_followers(self) -> list[StageLine]:
+        """Those that no session passes on to, the oldest first."""
+        used = {session.next for session in self.rings.values()}
+        return [line for line in self._followers.values() if line.name not in used]
+
+    def _let_go(self, line: StageLine) -> None:
+        del self._followers[line.name]
+        line.on_change = line.on_refusal = None  # a new line to the same place may be there by then
+        closing = self.loop.create_task(line.aclose())
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
 
     async def _open_ring(self, session: Session, line: StageLine) -> None:
         try:

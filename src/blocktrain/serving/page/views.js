@@ -40,7 +40,7 @@ export class Figures {
     if (!answer) return;
     const { facts, size, sweeps } = answer;
     this.put("speed", size ? `${digits(size / answer.seconds)} B/s` : NONE, `${many(size, "byte")} in ${digits(answer.seconds)} s`);
-    this.put("sweeps", count(sweeps), facts.failovers ? `${many(facts.failovers, "failover")}, same text` : "over all blocks");
+    this.put("sweeps", count(sweeps), facts.failovers ? many(facts.failovers, "failover") + (answer.degraded ? "" : ", same text") : "over all blocks");
     this.put("each", sweeps ? digits(size / sweeps) : NONE, facts.near_ties ? many(facts.near_ties, "near tie") : "");
     this.put("accepted", facts.drafted ? percent(facts.accepted / facts.drafted) : NONE, facts.drafted ? `${count(facts.accepted)} of ${count(facts.drafted)} bytes` : "nothing was drafted");
     this.put("wire", bytes(facts.wire_bytes ?? 0), size && facts.wire_bytes ? `${bytes(facts.wire_bytes / size)} per byte` : "all in one process");

@@ -1,0 +1,28 @@
+"""Where the stages of a model are, as they tell a coordinator and it tells others. A hint: what a stage is, it proves on its own line."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from blocktrain.protocol.messages import Message, Sha256
+
+MAX_STAGES = 256
+TELL_SECONDS = 5.0  # between two notices of a stage
+KEPT_SECONDS = 20.0  # that a stage is listed after its last one
+
+
+class StageNotice(Message):
+    """POST /v1/stages: a stage is here; told again every few seconds, or it is forgotten."""
+
+    address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$")]
+    """host:port, as others reach it."""
+    model: Sha256
+    """The hash of the model that it holds blocks of."""
+
+
+class StageList(Message):
+    """GET /v1/stages: those who told lately."""
+
+    stages: Annotated[tuple[StageNotice, ...], Field(max_length=MAX_STAGES)]
