@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.bench.coordinator import SwarmOptions, Vitals, swarm_result, vitals_result
+from blocktrain.bench.coordinator import SwarmOptions, Vitals, stolen_share, swarm_result, vitals_result
 from blocktrain.bench.shaper import Link, shaped
 from blocktrain.bench.swarm import Failed, HttpLine, Load, Notes, run_swarm
 from blocktrain.bench.transfers import TransferOptions
@@ -39,6 +39,7 @@ def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
     assert result["updates"] >= 15
     assert len(result["memory_mb"]) >= 4 and min(result["memory_mb"]) > 10
     assert isinstance(result["memory_flat"], bool)
+    assert 0 <= result["stolen_share"] < 1
     for name in ("upload_mb_s", "download_mb_s", "raw_tcp_mb_s", "upload_ratio", "download_ratio", "cpu_share"):
         assert result[name] > 0, name
     assert result["raw_tcp_mb_s"] <= 25.1, "200 Mbit are 25 MB/s"
@@ -94,6 +95,9 @@ def test_what_the_figures_mean() -> None:
     rising = [100.0 + n for n in range(60)]
     assert vitals_result(Vitals(0, [*rising, *[160.0] * 60]), load)["memory_flat"] is True
     assert vitals_result(Vitals(0, [*rising, *[160.0 + n for n in range(60)]]), load)["memory_flat"] is False
+    before, after = "cpu  100 0 50 800 10 0 5 20 7 0", "cpu  160 0 80 870 10 0 5 60 30 0"
+    assert stolen_share(before, after) == 0.2, "40 of 200 ticks; those of guests are already among the first"
+    assert stolen_share(before, before) == 0.0
     assert abs(TransferOptions(100.0).width ** 2 * 48 / 1e6 - 100) < 1 and TransferOptions(1.0).width % 4 == 0
 
 

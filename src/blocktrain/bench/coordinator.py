@@ -67,13 +67,15 @@ class SwarmOptions:
 
 @dataclass
 class Vitals:
-    """A process looked at once a second, from outside: its memory and its share of a core."""
+    """A process looked at once a second, from outside: its memory and its share of a core; and what the machine lost meanwhile."""
 
     pid: int
     memory_mb: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    stolen_share: float = 0.0
 
     def __enter__(self) -> Vitals:
+        self._began = _machine_times()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -82,6 +84,7 @@ class Vitals:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self.stolen_share = stolen_share(self._began, _machine_times())
 
     def _look(self) -> None:
         before = _cpu_seconds(self.pid)
@@ -90,6 +93,23 @@ class Vitals:
             self.cpu.append(round((spent - before) / SAMPLE_SECONDS, 3))
             self.memory_mb.append(round(_memory_mb(self.pid), 1))
             before = spent
+
+
+def _machine_times() -> str:
+    try:
+        return Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        raise RunError("this bench reads /proc: it needs Linux") from None
+
+
+def stolen_share(before: str, after: str) -> float:
+    """Of the machine's processor time between two first lines of /proc/stat, what its hypervisor gave to others.
+
+    So that a slow coordinator can be told from a machine that was taken away.
+    """
+    # user, nice, system, idle, iowait, irq, softirq, steal; a guest's time, which follows, is part of user
+    passed = [int(new) - int(old) for old, new in zip(before.split()[1:9], after.split()[1:9], strict=True)]
+    return round(passed[7] / max(1, sum(passed)), 4)
 
 
 def _memory_mb(pid: int) -> float:
@@ -266,6 +286,7 @@ def vitals_result(vitals: Vitals, load: Load) -> Result:
         "memory_grown_mb": round(grown, 1),
         "memory_flat": bool(steady) and grown <= FLAT_SHARE * steady[0] + FLAT_MB,
         "cpu_share": round(sum(vitals.cpu) / max(1, len(vitals.cpu)), 3),
+        "stolen_share": vitals.stolen_share,
     }
 
 

@@ -45,7 +45,9 @@ def accept(live: LiveRun, message: m.Submission) -> bytes:
 
 
 def _known(live: LiveRun, message: m.Submission) -> bytes | None:
-    """The receipt that was given before."""
+    """The receipt that was given before; none, without a look into the store, while the task is out."""
+    if message.task in live.state.leases:
+        return None
     known = live.store.answer(message.task, message.payload_sha256)
     if known is not None and known.update.worker != message.worker:
         raise Refused(Code.NOT_YOUR_TASK, f"task {message.task} was answered by another worker")
@@ -77,7 +79,9 @@ def _take_in(live: LiveRun, message: m.Submission) -> bytes:
         with live.lock:
             live.merging.wait(message.block)
             live.store.require_open()
-            return _record(live, live.clock(), message, _judge(live, message))
+            receipt = _record(live, live.clock(), message, _judge(live, message))
+        live.store.blobs.drop_chunks(message.task, message.fence)
+        return receipt
     except Refused:
         with live.lock:
             _discard(live, message)

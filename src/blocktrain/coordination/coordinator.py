@@ -175,6 +175,22 @@ class Coordinator:
                 deadline_seconds=state.remaining(now, block.round.deadline) or 0.0,
             )
 
+    def heartbeat_at_once(self, message: m.Heartbeat) -> m.HeartbeatReply | None:
+        """`heartbeat`, if it need not wait for anybody and commits nothing; otherwise None, and nothing was done."""
+        if not self._live.lock.acquire(blocking=False):
+            return None
+        try:
+            lease = self._live.state.leases.get(message.task)
+            commits = lease is not None and not lease.trained and message.step >= lease.steps
+            return None if commits else self.heartbeat(message)
+        finally:
+            self._live.lock.release()
+
+    def require_ticket(self, task: int, ticket: str) -> None:
+        """Refuse a stranger. Needs no lock: what a run knows is never changed in place, only replaced."""
+        self._require_run()
+        self._ticketed(task, ticket)
+
     def upload_state(self, task: int, ticket: str) -> m.UploadState:
         """The chunks of a task that are here."""
         with self._running() as live:
@@ -265,10 +281,13 @@ class Coordinator:
     def _running(self) -> Iterator[LiveRun]:
         """The lock of a run that is there."""
         with self._live.lock:
-            if not self._live.ready:
-                raise Refused(Code.BUSY, "the run is being prepared")
-            self._live.store.require_open()
+            self._require_run()
             yield self._live
+
+    def _require_run(self) -> None:
+        if not self._live.ready:
+            raise Refused(Code.BUSY, "the run is being prepared")
+        self._live.store.require_open()
 
     def _verified(self, message: m.Signed, run: str, worker: str) -> state.WorkerState:
         known = self._live.known.get(worker)

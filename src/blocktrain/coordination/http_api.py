@@ -202,7 +202,9 @@ class _Api:
         if isinstance(message, m.Signed):
             worker = worker_id(message.public_key) if isinstance(message, m.Join) else getattr(message, "worker", "")
             request.state.proven = (worker, getattr(message, "block", 0))
-        reply = await run_in_threadpool(method, message)
+        # Most calls are heartbeats, and to hand one to a thread takes longer than to answer it.
+        at_once: m.Message | None = self.coordinator.heartbeat_at_once(message) if isinstance(message, m.Heartbeat) else None
+        reply = at_once or await run_in_threadpool(method, message)
         return self._answer(reply, len(content), getattr(message, "worker", ""))
 
     async def manifest(self, _: Request) -> Response:
@@ -236,7 +238,7 @@ class _Api:
         """PUT /v1/uploads/{task}/{index}."""
         task, index = (_number(request.path_params[name], name) for name in ("task", "index"))
         ticket, digest = request.headers.get(m.TICKET_HEADER, ""), request.headers.get(m.DIGEST_HEADER, "")
-        await run_in_threadpool(self.coordinator.upload_state, task, ticket)  # before the body: a stranger's bytes are not read
+        self.coordinator.require_ticket(task, ticket)  # before the body: a stranger's bytes are not read
         request.state.proven = self.coordinator.holder(task)
         content = await self._body(request, self.coordinator.live.policy.chunk_bytes)
         return self._answer(await run_in_threadpool(self.coordinator.put_chunk, task, index, ticket, content, digest))

@@ -180,18 +180,16 @@ class LiveRun:
         if changes:
             for entry in self.store.save(now, changes):
                 self.recall.follow(entry)
-        self._became(after)
+        self._became(after, changes)
 
     def _changes(self, after: state.RunState, **more: Any) -> Changes:
         return replace(changes_between(self.state, after, self.known), traffic=self.meter.take(), **more)
 
-    def _became(self, after: state.RunState) -> None:
+    def _became(self, after: state.RunState, changes: Changes) -> None:
         """What was just committed is known from now on."""
         self.state = after
         self.meter.settle()
-        for name, worker in after.workers.items():
-            if self.known[name].state is not worker:
-                self.known[name] = replace(self.known[name], state=worker)
+        self.known.update((worker.state.id, worker) for worker in changes.workers)
         if len(self.recall.orders) > 2 * len(after.leases) + 64:
             self.recall.forget_tasks(set(after.leases))
         fresh, self.recall.fresh = self.recall.fresh or (), []
@@ -236,7 +234,7 @@ class LiveRun:
         changes = replace(self._changes(self.state), times=out, rounds=rounds)
         if changes:
             self.store.save(now, changes)
-            self._became(self.state)
+            self._became(self.state, changes)
 
     def _act(self, now: float, action: state.Action) -> None:
         after = state.apply(self.state, action)
@@ -277,7 +275,7 @@ class LiveRun:
             changes = self._changes(after, dropped=closed.dropped, notes=[note("round", empty, dropped=closed.dropped)])
             for entry in self.store.save(now, changes):
                 self.recall.follow(entry)
-            self._became(after)
+            self._became(after, changes)
             return
         used = frozenset(c.update.id for c in closed.merged.used)
         block = advanced(self.state.blocks[index], used, closed.loss)
@@ -295,10 +293,11 @@ class LiveRun:
         )
         after = state.published(self.state, index, block, self.options.max_staleness)
         body = self._version_body(record, closed)
-        entry = self.store.publish_version(now, record, sorted(used), closed.dropped, body, self._changes(after))
+        changes = self._changes(after)
+        entry = self.store.publish_version(now, record, sorted(used), closed.dropped, body, changes)
         self.recall.follow(entry)
         self._newest[index] = record
-        self._became(after)
+        self._became(after, changes)
 
     def _version_body(self, record: VersionRecord, closed: Closed | None) -> dict[str, Any]:
         """VersionFacts; `parent` is added by the store."""
@@ -326,7 +325,7 @@ class LiveRun:
         deadline = deadline_after(now, self.state.blocks[message.block], self.options, update.seconds)
         after = state.arrived(self._timed(message, update), message.task, arrived, deadline, update.seconds)
         body = facts.UpdateFacts(submission=message, order=order).model_dump(mode="json")
-        nonce = (message.worker, message.nonce, time.time())
+        changes = self._changes(after, nonces=[(message.worker, message.nonce, time.time())])
         written: list[Entry] = []
 
         def receipt(entry: Entry) -> bytes:
@@ -334,15 +333,14 @@ class LiveRun:
             return m.write(self._receipt(message, update, sentence, entry.hash))
 
         try:
-            answer = self.store.record_update(now, update, receipt, body, self._changes(after, nonces=[nonce]))
+            answer = self.store.record_update(now, update, receipt, body, changes)
         except Conflict as error:
             raise Refused(Code.REPLAYED, str(error)) from None
         for entry in written:
             self.recall.follow(entry)
         for _, told in self.recall.fresh or ():
             told["sentence"] = sentence  # for people; the ledger does without
-        self._became(after)
-        self.store.blobs.drop_chunks(message.task, message.fence)
+        self._became(after, changes)
         return answer.receipt
 
     def _timed(self, message: m.Submission, update: UpdateRecord) -> state.RunState:

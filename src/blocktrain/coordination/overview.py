@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from typing import Any, Literal
 
 from blocktrain.coordination.live import LiveRun
 from blocktrain.coordination.meter import NONE
@@ -14,13 +15,17 @@ from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
 from blocktrain.protocol.status import MAX_WORKERS, BlockStatus, RoundStatus, Status, WorkerStatus
 
+_ALL = set(WorkerStatus.model_fields)
+_NEITHER = (("__pydantic_extra__", None), ("__pydantic_private__", None))
+
 Presence = Literal["training", "waiting", "lost", "left", "kicked"]
 
 
 def status(live: LiveRun, now: float) -> Status:
     """`GET /v1/status`. Needs no lock: what a run knows is never changed in place, only replaced."""
     run, over = live.state, live.finished
-    training = {x.worker: x for x in run.leases.values() if not x.expired and not x.trained}
+    out = [lease for lease in run.leases.values() if not lease.expired]
+    training, leased = {lease.worker: lease for lease in out if not lease.trained}, Counter([lease.block for lease in out])
     bytes_in, bytes_out = live.moved
     return Status(
         protocol=PROTOCOL,
@@ -35,7 +40,7 @@ def status(live: LiveRun, now: float) -> Status:
         round_budget=live.policy.rounds,
         task_seconds=live.options.task_seconds,
         task_steps=live.options.fixed_steps,
-        blocks=tuple(_block(live, run, now, index) for index in sorted(run.blocks)),
+        blocks=tuple(_block(live, run, now, index, leased[index]) for index in sorted(run.blocks)),
         workers=tuple(_worker(live, run, now, record, training.get(name)) for name, record in sorted(_shown(live, run))),
         refusals={Code(code): count for code, count in sorted(live.recall.refusals.items())},
         scores=live.teller.feed.scores,
@@ -44,7 +49,7 @@ def status(live: LiveRun, now: float) -> Status:
     )
 
 
-def _block(live: LiveRun, run: RunState, now: float, index: int) -> BlockStatus:
+def _block(live: LiveRun, run: RunState, now: float, index: int, leased: int) -> BlockStatus:
     block = run.blocks[index]
     bytes_in, bytes_out = live.meter.by_block.get(index, NONE)
     tally = live.recall.blocks.get(index, Tally())
@@ -52,7 +57,7 @@ def _block(live: LiveRun, run: RunState, now: float, index: int) -> BlockStatus:
     current = RoundStatus(
         version=block.version,
         updates=len(block.round.updates),
-        leased=sum(x.block == index and not x.expired for x in run.leases.values()),
+        leased=leased,
         target=target_replicas(now, run, live.options, index),
         minimum=live.options.min_replicas,
         extensions=int(block.round.extended),
@@ -90,7 +95,7 @@ def _worker(live: LiveRun, run: RunState, now: float, record: WorkerRecord, leas
     bytes_in, bytes_out = live.meter.by_worker.get(name, NONE)
     said = live.progress.get(name)
     speed = found.seconds_per_step if found else None
-    return WorkerStatus.model_construct(  # from what was validated when it came: checking a thousand again takes long
+    return _unchecked(
         worker=name,
         name=record.name,
         device=live.recall.devices.get(name, ""),
@@ -108,6 +113,14 @@ def _worker(live: LiveRun, run: RunState, now: float, record: WorkerRecord, leas
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
+
+
+def _unchecked(**fields: Any) -> WorkerStatus:
+    """All fields, validated when they came. Of a thousand workers every one takes a sixth of the time of `model_construct`."""
+    made = WorkerStatus.__new__(WorkerStatus)
+    for name, value in (("__dict__", fields), ("__pydantic_fields_set__", _ALL), *_NEITHER):
+        object.__setattr__(made, name, value)
+    return made
 
 
 def _state(live: LiveRun, run: RunState, now: float, worker: WorkerState | None, busy: bool) -> Presence:

@@ -49,23 +49,23 @@ def decide_round(now: float, state: RunState, options: Options, index: int) -> t
     name = f"round {block.version} of block {index}"
     if spent(state, options, index) >= 1:
         return None, f"block {index} has spent its budget"
-    target = target_replicas(now, state, options, index)
-    if current.replicas >= target:
+    target, replicas = target_replicas(now, state, options, index), current.replicas
+    if replicas >= target:
         return _close(index, block, f"{name} closes: all {target} replicas are here")
-    quorum = current.replicas >= options.min_replicas
+    quorum = replicas >= options.min_replicas
     if current.deadline is None:
         if quorum and not _open(state, index):
-            return _close(index, block, f"{name} closes with {current.replicas} replicas: nobody is working on it any more")
+            return _close(index, block, f"{name} closes with {replicas} replicas: nobody is working on it any more")
         return None, f"{name} waits for its first worker"
     if state.stopping and not _open(state, index):
         if quorum:
             return _close(index, block, f"{name} closes: the run stops and nobody is working on it any more")
-        return None, f"{name} stays open with {current.replicas} of {options.min_replicas} replicas: the run stops"
+        return None, f"{name} stays open with {replicas} of {options.min_replicas} replicas: the run stops"
     if now < current.deadline and not (quorum and current.extended):
-        return None, f"{name} has {current.replicas} of {target} replicas and {current.deadline - now:.1f} s"
+        return None, f"{name} has {replicas} of {target} replicas and {current.deadline - now:.1f} s"
     if quorum:
         return _grace_or_close(now, state, options, index)
-    came = f"{current.replicas} of at least {options.min_replicas} replicas"
+    came = f"{replicas} of at least {options.min_replicas} replicas"
     length = round_length(block, options)
     if not current.extended:
         reason = f"{name} is extended once by {length:.1f} s: {came} by the deadline"
@@ -134,14 +134,14 @@ def deadline_after(now: float, block: BlockState, options: Options, seconds: flo
 def spent(state: RunState, options: Options, index: int) -> float:
     """Share of its budget that a block has spent; 0 where there is no budget, 1 and more when it is done."""
     block = state.blocks[index]
-    shares = [0.0]
+    share = 0.0
     if options.budget_rounds:
-        shares.append(block.version / options.budget_rounds)
+        share = max(share, block.version / options.budget_rounds)
     if options.budget_steps:
-        shares.append(block.steps / options.budget_steps)
+        share = max(share, block.steps / options.budget_steps)
     if options.budget_tokens:
-        shares.append(block.tokens * len(state.blocks) / options.budget_tokens)
-    return max(shares)
+        share = max(share, block.tokens * len(state.blocks) / options.budget_tokens)
+    return share
 
 
 def finished(state: RunState, options: Options) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,6 +15,7 @@ from blocktrain.coordination import tables
 from blocktrain.coordination.ledger import Entry, Note, link
 from blocktrain.coordination.records import Answer, Changes, UpdateRecord, VersionRecord, WorkerRecord
 from blocktrain.coordination.state import KEPT_TIMES, Arrived, BlockState, Lease, RoundState, RunState, WorkerState, remaining, until
+from blocktrain.coordination.statements import Statement
 from blocktrain.errors import Conflict
 
 
@@ -25,32 +26,41 @@ def _upsert(table: sa.Table, *added: str) -> Insert:
     return made.on_conflict_do_update(index_elements=keys, set_=new)
 
 
-# What every call needs is built once: to build a statement takes longer than to execute it.
 _t, _u, _v = tables.tasks.c, tables.updates.c, tables.versions.c
-_HEAD = sa.select(tables.ledger).order_by(tables.ledger.c.seq.desc()).limit(1)
-_APPEND = tables.ledger.insert()
-_TASK = sa.select(tables.tasks).where(_t.task == sa.bindparam("task"))
-_PUT_TASK = _upsert(tables.tasks)
-_PUT_TIMES = tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.fence == sa.bindparam("with_fence"), _t.status == "open")
-_LOSE = tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.status != "done").values(status="lost")
-_PUT_ROUND = _upsert(tables.rounds)
-_PUT_WORKER = _upsert(tables.workers)
-_COUNT = _upsert(tables.counters, "bytes_in", "bytes_out")
-_NONCE = tables.nonces.insert()
-_FINISH = (
+_HEAD = Statement(sa.select(tables.ledger).order_by(tables.ledger.c.seq.desc()).limit(1))
+_APPEND = Statement(tables.ledger.insert())
+_TASK = Statement(sa.select(_t.status, _t.fence, _t.worker).where(_t.task == sa.bindparam("task")))
+_PUT_TASK = Statement(_upsert(tables.tasks))
+_OPEN = (_t.task == sa.bindparam("of"), _t.fence == sa.bindparam("with_fence"), _t.status == "open")
+_PUT_TIMES = Statement(tables.tasks.update().where(*_OPEN).values(age=sa.bindparam("passed"), remaining=sa.bindparam("left")))
+_LOSE = Statement(tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.status != "done").values(status="lost"))
+_PUT_ROUND = Statement(_upsert(tables.rounds))
+_PUT_WORKER = Statement(_upsert(tables.workers))
+_COUNT = Statement(_upsert(tables.counters, "bytes_in", "bytes_out"))
+_NONCE = Statement(tables.nonces.insert())
+_FINISH = Statement(
     tables.tasks.update()
     .where(*(_t[name] == sa.bindparam(f"its_{name}") for name in ("task", "fence", "worker", "block", "base")))
-    .where(_t.status.in_(("open", "expired")))
+    .where((_t.status == "open") | (_t.status == "expired"))
     .values(status="done")
 )
-_ANSWER = (
-    sa.select(tables.updates, tables.receipts.c.content)
+_UPDATE = [_u[name] for name in UpdateRecord.__dataclass_fields__]
+_ANSWER = Statement(
+    sa.select(*_UPDATE, tables.receipts.c.content)
     .select_from(tables.updates.join(tables.receipts, tables.receipts.c.update == _u.id))
     .where(_u.task == sa.bindparam("task"), _u.payload == sa.bindparam("payload"))
 )
-_APPLY = tables.updates.update().where(_u.id == sa.bindparam("name"))
-_NEWEST = sa.select(tables.versions).where(_v.block == sa.bindparam("block")).order_by(_v.version.desc()).limit(1)
-_VERSION = sa.select(tables.versions).where(_v.block == sa.bindparam("block"), _v.version == sa.bindparam("version"))
+_PUT_UPDATE = Statement(tables.updates.insert())
+_PUT_RECEIPT = Statement(tables.receipts.insert())
+_WAITS = (_u.accepted == 1, _u.applied.is_(None), _u.dropped.is_(None))
+_PENDING = Statement(sa.select(*_UPDATE).where(_u.block == sa.bindparam("block"), *_WAITS).order_by(_u.id))
+_APPLY = Statement(tables.updates.update().where(_u.id == sa.bindparam("name")).values(applied=sa.bindparam("version")))
+_DROP = Statement(tables.updates.update().where(_u.id == sa.bindparam("name"), *_WAITS).values(dropped=sa.bindparam("reason")))
+_OF_BLOCK = sa.select(*(_v[name] for name in VersionRecord.__dataclass_fields__)).where(_v.block == sa.bindparam("block"))
+_NEWEST = Statement(_OF_BLOCK.order_by(_v.version.desc()).limit(1))
+_VERSION = Statement(_OF_BLOCK.where(_v.version == sa.bindparam("version")))
+_PUT_VERSION = Statement(tables.versions.insert())
+_END_ROUND = Statement(tables.rounds.delete().where(tables.rounds.c.block == sa.bindparam("block")))
 
 
 def entry(row: Row[Any]) -> Entry:
@@ -60,14 +70,14 @@ def entry(row: Row[Any]) -> Entry:
 
 def head(db: Connection) -> Entry | None:
     """The newest entry."""
-    row = db.execute(_HEAD).one_or_none()
-    return entry(row) if row else None
+    row = _HEAD.run(db, {}).fetchone()
+    return Entry(*row) if row else None
 
 
 def append(db: Connection, note: Note) -> Entry:
     """Link a note to the head of the ledger."""
     new = link(head(db), note)
-    db.execute(_APPEND, asdict(new))
+    _APPEND.run(db, vars(new))
     return new
 
 
@@ -75,31 +85,30 @@ def write_changes(db: Connection, now: float, changes: Changes) -> tuple[Entry, 
     """Everything that accompanies a transaction."""
     for lease in changes.leases:
         _write_lease(db, now, lease)
-    if changes.times:
-        _write_times(db, now, changes.times)
+    _write_times(db, now, changes.times)
     for task in changes.lost:
-        db.execute(_LOSE, {"of": task})
+        _LOSE.run(db, {"of": task})
     for name, reason in changes.dropped.items():
         _drop(db, name, reason)
     for block, (version, current) in changes.rounds.items():
-        db.execute(_PUT_ROUND, _round_row(now, block, version, current))
+        _PUT_ROUND.run(db, _round_row(now, block, version, current))
     for worker in changes.workers:
-        db.execute(_PUT_WORKER, _worker_row(worker))
-    if changes.traffic:
-        db.execute(_COUNT, [asdict(t) for t in changes.traffic])
+        _PUT_WORKER.run(db, _worker_row(worker))
+    _COUNT.run_each(db, map(vars, changes.traffic))
     for name, nonce, stamp in changes.nonces:
-        db.execute(_NONCE, {"worker": name, "nonce": nonce, "stamp": stamp})
+        _NONCE.run(db, {"worker": name, "nonce": nonce, "stamp": stamp})
     return tuple(append(db, note) for note in changes.notes)
 
 
 def _write_lease(db: Connection, now: float, lease: Lease) -> None:
     """A fence never goes down, and belongs to one worker; a finished task stays finished."""
-    stored = db.execute(_TASK, {"task": lease.task}).one_or_none()
+    stored = _TASK.run(db, {"task": lease.task}).fetchone()
     if stored is not None:
-        if stored.status in ("done", "lost"):
+        status, fence, worker = stored
+        if status in ("done", "lost"):
             raise Conflict(f"task {lease.task} is over")
-        if lease.fence < stored.fence or (lease.fence == stored.fence and lease.worker != stored.worker):
-            raise Conflict(f"task {lease.task} has the fence {stored.fence} of {stored.worker}, not {lease.fence} of {lease.worker}")
+        if lease.fence < fence or (lease.fence == fence and lease.worker != worker):
+            raise Conflict(f"task {lease.task} has the fence {fence} of {worker}, not {lease.fence} of {lease.worker}")
     values = {
         "task": lease.task,
         "number": lease.number,
@@ -115,13 +124,13 @@ def _write_lease(db: Connection, now: float, lease: Lease) -> None:
         "trained": int(lease.trained),
         "status": "expired" if lease.expired else "open",
     }
-    db.execute(_PUT_TASK, values)
+    _PUT_TASK.run(db, values)
 
 
 def _write_times(db: Connection, now: float, leases: Sequence[Lease]) -> None:
     """One statement for all, as it is done every few seconds for every task that is out."""
-    left = [{"of": x.task, "with_fence": x.fence, "age": now - x.granted, "remaining": remaining(now, x.expires)} for x in leases]
-    db.execute(_PUT_TIMES, left)
+    times = ({"of": x.task, "with_fence": x.fence, "passed": now - x.granted, "left": remaining(now, x.expires)} for x in leases)
+    _PUT_TIMES.run_each(db, times)
 
 
 def _round_row(now: float, block: int, version: int, current: RoundState) -> dict[str, Any]:
@@ -152,37 +161,35 @@ def _worker_row(worker: WorkerRecord) -> dict[str, Any]:
 def finish_task(db: Connection, update: UpdateRecord) -> None:
     """The fence is checked where it counts: in the transaction that accepts."""
     its = {f"its_{name}": getattr(update, name) for name in ("task", "fence", "worker", "block", "base")}
-    done = db.execute(_FINISH, its)
-    if done.rowcount != 1:
+    if _FINISH.run(db, its).rowcount != 1:
         raise Conflict(f"task {update.task} is not out with fence {update.fence} for {update.worker}: ask for a new task")
 
 
-def update_row(update: UpdateRecord) -> dict[str, Any]:
-    """Columns of an update."""
-    return {**asdict(update), "id": update.id, "accepted": int(update.accepted)}
+def put_update(db: Connection, update: UpdateRecord, entry: int, receipt: bytes) -> None:
+    """An update, the entry that tells of it, and its receipt."""
+    _PUT_UPDATE.run(db, {**update_body(update), "accepted": int(update.accepted), "applied": None, "dropped": None, "entry": entry})
+    _PUT_RECEIPT.run(db, {"update": update.id, "content": receipt})
 
 
 def update_body(update: UpdateRecord) -> dict[str, Any]:
     """An update as the ledger tells it."""
-    return {**asdict(update), "id": update.id}
+    return {**vars(update), "id": update.id}
 
 
-def _update(row: Row[Any]) -> UpdateRecord:
-    fields = {name: getattr(row, name) for name in UpdateRecord.__dataclass_fields__}
-    return UpdateRecord(**{**fields, "accepted": bool(row.accepted)})
+def _update(row: Sequence[Any]) -> UpdateRecord:
+    found = UpdateRecord(*row)
+    return replace(found, accepted=bool(found.accepted))
 
 
 def read_answer(db: Connection, task: int, payload: str) -> Answer | None:
     """The stored answer to a key."""
-    row = db.execute(_ANSWER, {"task": task, "payload": payload}).one_or_none()
-    return Answer(_update(row), row.content, repeated=True) if row else None
+    row = _ANSWER.run(db, {"task": task, "payload": payload}).fetchone()
+    return Answer(_update(row[:-1]), row[-1], repeated=True) if row else None
 
 
 def read_pending(db: Connection, block: int) -> list[UpdateRecord]:
     """Accepted updates of a block that no version has taken up."""
-    u = tables.updates.c
-    where = (u.block == block, u.accepted == 1, u.applied.is_(None), u.dropped.is_(None))
-    return [_update(row) for row in db.execute(sa.select(tables.updates).where(*where).order_by(u.id))]
+    return [_update(row) for row in _PENDING.run(db, {"block": block})]
 
 
 def settle_updates(db: Connection, version: VersionRecord, applied: Sequence[str], dropped: Mapping[str, str]) -> None:
@@ -191,37 +198,34 @@ def settle_updates(db: Connection, version: VersionRecord, applied: Sequence[str
     waiting = {u.id for u in read_pending(db, version.block)}
     if len(set(named)) != len(named) or set(named) != waiting:
         raise Conflict(f"version {version.version} of block {version.block} must settle exactly the updates that wait for it")
-    if applied:
-        db.execute(_APPLY, [{"name": name, "applied": version.version} for name in applied])
-    if dropped:
-        db.execute(_APPLY, [{"name": name, "dropped": reason} for name, reason in dropped.items()])
+    _APPLY.run_each(db, ({"name": name, "version": version.version} for name in applied))
+    for name, reason in dropped.items():
+        _drop(db, name, reason)
 
 
 def _drop(db: Connection, name: str, reason: str) -> None:
-    u = tables.updates.c
-    waiting = (u.id == name, u.accepted == 1, u.applied.is_(None), u.dropped.is_(None))
-    if db.execute(tables.updates.update().where(*waiting).values(dropped=reason)).rowcount != 1:
+    if _DROP.run(db, {"name": name, "reason": reason}).rowcount != 1:
         raise Conflict(f"the update {name} does not wait for a merge and cannot be dropped")
 
 
-def version_row(version: VersionRecord) -> dict[str, Any]:
-    """Columns of a version."""
-    return {**asdict(version), "norms": json.dumps(version.norms)}
+def put_version(db: Connection, version: VersionRecord, entry: int) -> None:
+    """A version and the entry that tells of it; the round that led to it is over."""
+    _PUT_VERSION.run(db, {**vars(version), "norms": json.dumps(version.norms), "entry": entry})
+    _END_ROUND.run(db, {"block": version.block})
 
 
 def version_body(version: VersionRecord) -> dict[str, Any]:
     """A version as the ledger tells it."""
-    return {**asdict(version), "norms": list(version.norms)}
+    return {**vars(version), "norms": list(version.norms)}
 
 
 def read_version(db: Connection, block: int, version: int | None) -> VersionRecord | None:
     """One version, or the newest."""
-    found = db.execute(_NEWEST, {"block": block}) if version is None else db.execute(_VERSION, {"block": block, "version": version})
-    row = found.one_or_none()
-    if row is None:
+    found = _NEWEST.run(db, {"block": block}) if version is None else _VERSION.run(db, {"block": block, "version": version})
+    if (row := found.fetchone()) is None:
         return None
-    fields = {name: getattr(row, name) for name in VersionRecord.__dataclass_fields__}
-    return VersionRecord(**{**fields, "norms": tuple(json.loads(row.norms))})
+    stored = dict(zip(VersionRecord.__dataclass_fields__, row, strict=True))
+    return VersionRecord(**{**stored, "norms": tuple(json.loads(stored["norms"]))})
 
 
 def read_workers(db: Connection, now: float) -> list[WorkerRecord]:

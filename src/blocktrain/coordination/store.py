@@ -25,12 +25,12 @@ from blocktrain.coordination.blobs import Blobs
 from blocktrain.coordination.ledger import Entry, Note, canonical, verify
 from blocktrain.coordination.records import NOTHING, Answer, Changes, Traffic, UpdateRecord, VersionRecord, WorkerRecord
 from blocktrain.coordination.state import RunState
+from blocktrain.coordination.statements import Statement, driver
 from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
 
 DATABASE = "run.sqlite"
-_EPOCH = sa.select(tables.meta.c.run_id, tables.meta.c.epoch)
-_PUT_UPDATE, _PUT_RECEIPT = tables.updates.insert(), tables.receipts.insert()
+_EPOCH = Statement(sa.select(tables.meta.c.run_id, tables.meta.c.epoch))
 
 
 def open_store(folder: Path, run_id: str | None = None) -> EmbeddedStore:
@@ -74,7 +74,7 @@ def _engine(path: Path) -> Engine:
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        driver(connection).execute("BEGIN IMMEDIATE")
 
     return engine
 
@@ -149,17 +149,17 @@ class EmbeddedStore:
                     if self._opened:
                         self._check_epoch(db)
                     yield db
-            except IntegrityError as error:
-                raise Conflict(f"the store refused a change: {error.orig}") from error
+            except (IntegrityError, sqlite3.IntegrityError) as error:
+                raise Conflict(f"the store refused a change: {error.orig if isinstance(error, IntegrityError) else error}") from error
             except (DBAPIError, sqlite3.Error) as error:
                 cause = error.orig if isinstance(error, DBAPIError) else error
                 why = f"cannot commit to {self.folder / DATABASE}: {cause}; free space or repair it, then start again"
                 raise StorageFailed(self._fail(why)) from error
 
     def _check_epoch(self, db: Connection) -> None:
-        row = db.execute(_EPOCH).one()
-        if (row.run_id, row.epoch) != (self.run_id, self.epoch):
-            why = f"{self.folder} was taken over by another coordinator (epoch {row.epoch}, ours was {self.epoch}); exit"
+        run_id, epoch = _EPOCH.run(db, {}).fetchone()
+        if (run_id, epoch) != (self.run_id, self.epoch):
+            why = f"{self.folder} was taken over by another coordinator (epoch {epoch}, ours was {self.epoch}); exit"
             raise StorageFailed(self._fail(why))
 
     def close(self) -> None:
@@ -206,9 +206,8 @@ class EmbeddedStore:
             if update.accepted:
                 rows.finish_task(db, update)
             entry = rows.append(db, Note("update", {**rows.update_body(update), **extra}))
-            db.execute(_PUT_UPDATE, {**rows.update_row(update), "entry": entry.seq})
             content = receipt(entry)
-            db.execute(_PUT_RECEIPT, {"update": update.id, "content": content})
+            rows.put_update(db, update, entry.seq, content)
             rows.write_changes(db, now, changes)
         return Answer(update, content, repeated=False)
 
@@ -245,8 +244,7 @@ class EmbeddedStore:
             rows.settle_updates(db, version, applied, dropped)
             body = {**rows.version_body(version), "parent": parent.weights if parent else None}
             entry = rows.append(db, Note("version", {**body, "applied": sorted(applied), "dropped": dict(dropped), **extra}))
-            db.execute(tables.versions.insert().values(**rows.version_row(version), entry=entry.seq))
-            db.execute(tables.rounds.delete().where(tables.rounds.c.block == version.block))
+            rows.put_version(db, version, entry.seq)
             rows.write_changes(db, now, changes)
             return entry
 
