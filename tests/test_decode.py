@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model, Sampler, autoregressive, window_start
 from blocktrain.serving.cost import Line, Linear, Pace, SweepMeter, exact_seconds, expected_bytes, fan_sweep, ring_sweep, swept_seconds
-from blocktrain.serving.decode import Answer, Jacobi, Picker, accept, common
+from blocktrain.serving.decode import Answer, Picker, accept, common
 from blocktrain.serving.draft import Drafter, Lean
 from blocktrain.serving.holding import FanBlocks
 from blocktrain.serving.route import chain, nearest, parse_route
@@ -82,30 +82,6 @@ def test_an_answer_knows_its_room() -> None:
     assert Answer(b"", 0, CONTEXT).finish == "length"
 
 
-@given(st.binary(min_size=1, max_size=10), st.integers(0, 5))
-def test_sweeps_settle_on_what_one_at_a_time_writes(draft: bytes, seed: int) -> None:
-    def model(before: bytes) -> int:
-        return (sum(before) * 7 + len(before) + seed) % 5
-
-    answer = Answer(b"xy", len(draft), 64)
-    jacobi = Jacobi(answer, draft)
-    final, text = b"", list(draft)
-    for _ in range(len(draft)):
-        assert jacobi.ids == b"xy" + bytes(text[:-1])
-        ids = jacobi.ids
-        improved = [model(ids[: len(b"xy") + i]) for i in range(len(draft))]  # Jacobi's rule, at all positions
-        final += jacobi.improve(model(ids[: i + 1]) for i in range(jacobi.start, len(ids)))
-        assert bytes(jacobi.draft) == bytes(improved)
-        text = improved
-        if jacobi.settled:
-            break
-    exact = b"xy"
-    while len(exact) < 2 + len(draft):
-        exact += bytes([model(exact)])
-    assert b"xy" + final == exact
-    assert jacobi.rest() == b""
-
-
 def test_near_ties_are_counted_once_a_position() -> None:
     picker = Picker(Sampler(temperature=0))
     tie, clear = torch.zeros(256), torch.zeros(256)
@@ -164,7 +140,8 @@ def test_predicted_sweeps() -> None:
     assert expected_bytes(0.5, 3) == 1.875
     assert expected_bytes(1.0, 3) == 4
     assert exact_seconds(0.0, 0, 1.0, 0.08) == 0.08
-    assert swept_seconds(96, 2, 0.001, 0.1) == pytest.approx(0.001 + 0.2 / 96)
+    assert swept_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.2 + 0.001 * (96 + 95 + 94)) / 96)
+    assert swept_seconds(1.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.1 + 0.001 * 96) / 96)
 
 
 def test_a_meter_learns_the_line_of_sweeps_and_forgets_an_old_one() -> None:

@@ -168,7 +168,8 @@ def generate(
     prompt
         Text to continue.
     mode
-        autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text, improved at all positions at once.
+        autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text, of which each traversal
+        keeps what is right, corrects the first byte that is not, and has the rest drafted anew.
     sweeps
         Traversals of mode sweep; more come closer to the autoregressive answer.
     draft

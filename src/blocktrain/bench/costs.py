@@ -18,7 +18,7 @@ from blocktrain.learning.compose import Sampler
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Frame
 from blocktrain.serving.connection import Connection
-from blocktrain.serving.cost import MOST_DRAFTED, Line, Linear, exact_seconds, fan_sweep, ring_sweep
+from blocktrain.serving.cost import MOST_DRAFTED, Line, Linear, exact_seconds, fan_sweep, ring_sweep, swept_seconds
 from blocktrain.serving.decode import Picker
 from blocktrain.serving.draft import Drafter, Lean
 from blocktrain.serving.fan import Fusion, Home
@@ -172,7 +172,7 @@ class Costs:
         if mode == "autoregressive":
             return swept(prompt) + (output - 1) * swept(1)
         if mode == "sweep":
-            return output * self.draft + sweeps * swept(output)
+            return output * swept_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
         return output * min(exact_seconds(self.acceptance, n, self.draft, swept(n + 1)) for n in range(MOST_DRAFTED + 1))
 
     def _reference(self, topology: str, line: Line, positions: int) -> float:

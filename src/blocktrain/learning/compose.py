@@ -229,26 +229,27 @@ def autoregressive(scorer: Scorer, prompt: bytes, count: int, context: int, samp
 def sweep(
     scorer: Scorer, drafter: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, sweeps: int, device: torch.device
 ) -> Iterator[int]:
-    """`count` bytes in `sweeps` traversals per window: a draft of them all, then every position replaced at once by what
-    the full model makes of the text before it (Jacobi iteration: it ends in the autoregressive answer)."""
+    """`count` bytes in at most `sweeps` traversals per window: a draft of them all, of which a traversal keeps what is right and
+    corrects the first byte that is not; behind that is drafted anew. Enough traversals end in the autoregressive answer."""
     text = list(prompt)
     end = len(text) + count
     while len(text) < end:
-        known = len(text)
-        begin = window_start(known, context)
-        last = known  # one past the last byte that this window may predict
+        begin = window_start(len(text), context)
+        last = len(text)  # one past the last byte that this window may predict
         while last < end and window_start(last, context) == begin:
             last += 1
-        draft = list(autoregressive(drafter, bytes(text), last - known, context, sampler, device))
-        for _ in range(sweeps):
-            ids = torch.tensor([(text + draft)[begin : last - 1]], device=device)
-            logits = scorer(ids, 0)[0, known - 1 - begin :]
-            improved = [sampler.pick(logits[i], known + i) for i in range(last - known)]
-            if improved == draft:
+        for left in range(sweeps, -1, -1):
+            known = len(text)
+            draft = list(autoregressive(drafter, bytes(text), last - known, context, sampler, device))
+            if left:
+                logits = scorer(torch.tensor([(text + draft)[begin : last - 1]], device=device), 0)[0, known - 1 - begin :]
+                picks = [sampler.pick(row, known + i) for i, row in enumerate(logits)]
+                right = next((i for i, (pick, guess) in enumerate(zip(picks, draft, strict=True)) if pick != guess), len(draft))
+                draft = picks[: right + 1]
+            text += draft
+            yield from draft
+            if len(text) == last:
                 break
-            draft = improved
-        text += draft
-        yield from draft
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_DRAFTED = 32
@@ -63,9 +64,15 @@ def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -
     return (drafting + sweep) / expected_bytes(acceptance, drafted)
 
 
-def swept_seconds(length: int, sweeps: int, draft: float, sweep: float) -> float:
-    """Seconds per byte of mode sweep for an output of this length."""
-    return (length * draft + sweeps * sweep) / length
+def swept_seconds(acceptance: float, length: int, sweeps: int, draft: float, sweep: Callable[[int], float]) -> float:
+    """Seconds per byte of mode sweep for an output of this length: what a sweep does not commit is drafted anew."""
+    seconds, left = 0.0, float(length)
+    for _ in range(sweeps):
+        seconds += left * draft + sweep(round(left))
+        left = max(0.0, left - expected_bytes(acceptance, round(left) - 1))
+        if left < 1:
+            break
+    return (seconds + left * draft) / length
 
 
 class SweepMeter:

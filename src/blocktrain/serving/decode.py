@@ -52,10 +52,6 @@ class Picker:
             (self._tied.add if best - second < NEAR_TIE else self._tied.discard)(first + i)
             yield int(scores.argmax())
 
-    def all_picks(self, logits: Tensor, first: int) -> list[int]:
-        """The same at once."""
-        return list(self.picks(logits, first))
-
     @property
     def near_ties(self) -> int:
         """Positions whose two best bytes were closer than NEAR_TIE when they were last picked."""
@@ -126,48 +122,3 @@ class Answer:
         shown = bytes(self.text[self._shown : until])
         self._shown = max(until, self._shown)
         return shown
-
-
-class Jacobi:
-    """A draft of the bytes that the window has room for, improved at all positions at once, sweep by sweep.
-
-    What the model agreed with, and the first byte it did not, never change again: the next sweep begins behind them.
-    """
-
-    def __init__(self, answer: Answer, draft: bytes) -> None:
-        self._known = len(answer.text)
-        self._start = answer.window
-        self._begin = answer.begin
-        self.draft = list(draft)
-        self.fixed = 0  # leading bytes of the draft that are final
-        self.unchanged = 0  # bytes that the last sweep left as they were
-        self.settled = not draft
-
-    @property
-    def ids(self) -> bytes:
-        """What the next sweep reads: the window and the draft but for its last byte, which nothing follows."""
-        return self._start + bytes(self.draft[:-1])
-
-    @property
-    def start(self) -> int:
-        """The first position of `ids` whose prediction is wanted."""
-        return len(self._start) - 1 + self.fixed
-
-    @property
-    def position(self) -> int:
-        """The position in the text of the first byte that is picked."""
-        return self._known + self.fixed
-
-    def improve(self, picks: Iterable[int]) -> bytes:
-        """Take the picks of a sweep; returns the bytes that became final with it."""
-        found = list(picks)
-        self.unchanged = self.fixed + sum(a == b for a, b in zip(found, self.draft[self.fixed :], strict=True))
-        final = accept(self.draft[self.fixed : -1], found)
-        self.settled = found == self.draft[self.fixed :] or self.fixed + len(final) == len(self.draft)
-        self.draft[self.fixed :] = found
-        self.fixed += len(final)
-        return bytes(final)
-
-    def rest(self) -> bytes:
-        """What is taken as it is when no more sweeps are made."""
-        return bytes(self.draft[self.fixed :])

@@ -22,7 +22,7 @@ from blocktrain.learning.runs import Manifest, file_sha256, load_block, load_blo
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.cost import Pace
-from blocktrain.serving.decode import Answer, Jacobi, Picker, accept
+from blocktrain.serving.decode import Answer, Picker, accept
 from blocktrain.serving.draft import Drafter, Lean
 from blocktrain.serving.fan import FanSession, Home, Terms
 from blocktrain.serving.holding import FanBlocks
@@ -307,21 +307,25 @@ class Entry:
             yield found
 
     async def _sweeps(self, job: _Job) -> AsyncGenerator[Sequence[int], None]:
-        """Draft all that the window has room for, and improve it at all positions at once, `sweeps` times."""
+        """Draft all that the window has room for; in each of `sweeps` sweeps keep what is right and the first correction, and draft the
+        rest anew."""
         answer, stats = job.answer, job.stats
         while answer.finish is None:
             await self._ahead(job)
-            draft = Jacobi(answer, await self._draft(job, answer.room))
-            stats.drafted += len(draft.draft)
-            for number in range(job.request.sweeps):
-                logits = await self._score(job, draft.ids, draft.start)
-                final = draft.improve(await self._thread.run(partial(job.picker.all_picks, logits, draft.position)))
-                stats.accepted_per_sweep.append(draft.unchanged)
-                stats.accepted += 0 if number else draft.unchanged
-                yield final
-                if draft.settled or answer.finish is not None:
+            begin = answer.begin
+            for _ in range(job.request.sweeps):
+                window = answer.window
+                draft = await self._draft(job, answer.room)
+                logits = await self._score(job, window + draft[:-1], len(window) - 1)
+                found = accept(draft, job.picker.picks(logits, len(answer.text)))
+                right = sum(a == b for a, b in zip(found, draft, strict=False))
+                stats.drafted, stats.accepted = stats.drafted + len(draft), stats.accepted + right
+                stats.accepted_per_sweep.append(right)
+                yield found
+                if answer.finish is not None or answer.begin != begin:
                     break
-            yield draft.rest()
+            else:
+                yield await self._draft(job, answer.room)
 
     async def _from_noise(self, job: _Job) -> AsyncGenerator[Sequence[int], None]:
         """The paper's path."""

@@ -121,7 +121,7 @@ function render() {
 
 const MODES = {
   exact: "One block drafts here, all blocks check the draft in one sweep. The text is the same, byte for byte, as one by one.",
-  sweep: "A draft of the whole text, improved at every place at once. Fast; more sweeps come closer to the exact text.",
+  sweep: "A draft of the whole text; each sweep keeps what is right, corrects the first byte that is not, and the rest is drafted anew. Fast; more sweeps come closer to the exact text.",
   autoregressive: "One traversal of all hosts for every byte: what others do, and the measure for the rest.",
 };
 
