@@ -30,7 +30,7 @@ settings.load_profile("suite")
 Tiny = Callable[..., Config]
 
 # Files that take minutes. They come first: tests that run side by side are then done sooner.
-LONGEST = ("test_bench_transport", "test_bench_quality", "test_bench_serving", "test_cli", "test_docs", "test_faults", "test_scoring")
+LONGEST = ("test_docs", "test_bench_quality", "test_bench_transport", "test_bench_serving", "test_cli", "test_faults", "test_scoring")
 
 WORDS = [
     "amber",

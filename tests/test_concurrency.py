@@ -17,8 +17,10 @@ from blocktrain.coordination.client import LocalClient
 from blocktrain.coordination.closing import merge_round
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
 from blocktrain.errors import StorageFailed
+from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from coordination_world import FakeWorker, as_task, beginning, whole_ledger
+from listening import until
 
 SOON = 20.0
 MERGE = "blocktrain.coordination.live.merge_round"
@@ -175,3 +177,41 @@ def test_a_merge_that_fails_lets_everyone_go(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(Refused) as refused:
             worker.send(task, b"something else")
         assert refused.value.code in (Code.TASK_ANSWERED, Code.UNKNOWN_TASK)
+
+
+def test_where_rounds_are_closed_beside_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with beginning(tmp_path, replicas=1) as coordinator, slow_merge(monkeypatch) as gate:
+        coordinator.live.close_beside()
+        worker = FakeWorker(LocalClient(coordinator))
+        task = worker.joined()
+        reply = worker.send(task)  # would not come back if it waited for the merge
+        assert reply.receipt.accepted
+        assert isinstance(reply.next, Wait)
+        assert "is being made" in reply.next.reason
+        assert gate.reached.wait(SOON)
+        assert isinstance(worker.ask(), Wait)
+        gate.open.set()
+        following = until(lambda: (found := worker.ask()) and isinstance(found, Task) and found, "the next version")
+        assert (following.block, following.base) == (task.block, 1)
+
+
+def test_a_failure_beside_is_told_to_the_next_who_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with beginning(tmp_path, replicas=1) as coordinator:
+        coordinator.live.close_beside()
+        worker = FakeWorker(LocalClient(coordinator))
+        task = worker.joined()
+
+        def broken(*_: Any) -> Any:
+            raise StorageFailed("the disk is full")
+
+        monkeypatch.setattr(MERGE, broken)
+        worker.send(task)
+
+        def told() -> bool:
+            try:
+                coordinator.tick()
+            except StorageFailed:
+                return True
+            return False
+
+        until(told, "the failure")

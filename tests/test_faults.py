@@ -304,7 +304,7 @@ def test_a_full_disk_ends_the_process_and_loses_nothing(tmp_path: Path, processe
     todo: m.Task | m.Wait = worker.joined()
     with pytest.raises((Refused, Unreachable)) as ended:
         while True:
-            todo = worker.send(as_task(todo)).next
+            todo = worker.send(todo).next if isinstance(todo, m.Task) else worker.ask()
     assert not isinstance(ended.value, Refused) or ended.value.code == Code.STORAGE_FAILED
     until(lambda: not process.alive, "its end")
     assert process.running is not None and process.running.returncode == 2

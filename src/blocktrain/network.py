@@ -168,6 +168,7 @@ def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, st
         watch = Watch(running)
         gc.freeze()  # what is here stays: a full collection, in which nobody is answered, need not look at it again
         sys.setswitchinterval(SWITCH_SECONDS)
+        running.live.close_beside()
         if conduct.score_bytes:
             scorer.start()
         while server.serves(0.5):

@@ -25,7 +25,7 @@ MAX_HEADERS = 64 << 10  # bytes
 MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
 FINISH_SECONDS = 5  # that what is being answered has when it stops
-STOP_SECONDS = 10.0
+STOP_SECONDS = 60.0  # that its threads have to end
 KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
 
 
@@ -112,9 +112,11 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._end_streams = end_streams
         self.on_start: Callable[[], None] = lambda: None
+        self.served_by: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on it answers, and a signal ends it as it should."""
+        self.served_by = asyncio.get_running_loop()
         await super().startup(sockets)
         self.on_start()
 
@@ -182,7 +184,11 @@ class AppServer:
     def stop(self) -> None:
         """Finish what is being answered, and end what `serve` or `start` began."""
         self._server.should_exit = True
-        self.serves(STOP_SECONDS)
+        if self._thread is None or self.serves(STOP_SECONDS):
+            return
+        for thread in threading.enumerate():  # those of its pool end by themselves, but a process that leaves before they have may crash
+            if getattr(thread, "loop", None) is self._server.served_by is not None:
+                thread.join(STOP_SECONDS)
 
 
 def body_seconds(length: int) -> float:

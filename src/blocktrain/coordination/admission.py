@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from blocktrain.coordination.live import LiveRun
@@ -11,7 +12,7 @@ from blocktrain.coordination.rounds import Verdict, admit
 from blocktrain.errors import Conflict
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.codec import open_update, payload_cap
-from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
 
 
 def payload_limit(live: LiveRun, block: int) -> int:
@@ -106,7 +107,27 @@ def _record(live: LiveRun, now: float, message: m.Submission, verdict: Verdict) 
         accepted=True,
         code=verdict.code,
     )
-    return live.record(now, message, update, verdict.reason)
+
+    def receipt(entry: str) -> m.Receipt:
+        said = m.Receipt(
+            run=message.run,
+            worker=message.worker,
+            task=message.task,
+            fence=message.fence,
+            block=message.block,
+            base=message.base,
+            payload_sha256=message.payload_sha256,
+            accepted=True,
+            sentence=verdict.reason[:MAX_SENTENCE],
+            update=update.id,
+            staleness=update.staleness,
+            weight=update.weight,
+            entry=entry,
+            time=int(time.time() * 1000),
+        )
+        return live.identity.sign(said)
+
+    return live.record(now, message, update, verdict.reason, receipt)
 
 
 def _assemble(live: LiveRun, message: m.Submission) -> None:

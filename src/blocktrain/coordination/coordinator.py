@@ -32,6 +32,7 @@ from blocktrain.protocol.transfer import Plan, require_hash
 
 MANIFEST_SECONDS = 600
 LEDGER_PAGE = 200
+SOON = 0.1  # seconds in which a version is made
 
 
 def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) -> Coordinator:
@@ -223,7 +224,7 @@ class Coordinator:
         content = accept(live, message)
         live.tick()
         with self._running() as live:
-            live.merging.wait(message.block)  # a round that somebody else is closing now has this update in it
+            live.settle(message.block)  # a round that somebody else is closing now has this update in it
             receipt = m.read(m.Receipt, content)
             held = m.Held(block=message.block, optimizer=message.task, residual=message.task)
             return m.SubmitReply(receipt=receipt, next=self._next(self._clock(), message.worker, held))
@@ -326,6 +327,8 @@ class Coordinator:
         if isinstance(decision, state.Wait):
             return m.Wait(seconds=decision.seconds, code="no_work", reason=decision.reason)
         lease = decision.lease
+        if not decision.resumed and self._live.moves(lease.block):
+            return m.Wait(seconds=SOON, code="no_work", reason=f"the next version of block {lease.block} is being made")
         if not decision.resumed or lease.task not in self._live.recall.orders:
             order = self._order(lease, held)
             lent = facts.LeaseFacts(worker=worker, fence=lease.fence, order=order)

@@ -21,12 +21,12 @@ from blocktrain.coordination import state
 from blocktrain.coordination.blobs import PIECE
 from blocktrain.coordination.closing import Closed, close_round, merge_round
 from blocktrain.coordination.ledger import Entry, Note
-from blocktrain.coordination.merging import Merging
+from blocktrain.coordination.merging import Closer, Merging
 from blocktrain.coordination.meter import Meter
 from blocktrain.coordination.policy import Policy, make_policy
 from blocktrain.coordination.recall import Recall
 from blocktrain.coordination.records import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
-from blocktrain.coordination.rounds import advanced, deadline_after, decide, finished, round_length
+from blocktrain.coordination.rounds import advanced, deadline_after, decide, decide_round, finished, round_length
 from blocktrain.coordination.telling import Teller
 from blocktrain.coordination.transitions import changes_between
 from blocktrain.errors import Conflict, RunError, StorageFailed
@@ -63,6 +63,7 @@ class LiveRun:
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: what it said last
         self.reason = ""
         self.ready = False
+        self._closer: Closer | None = None
         if (document := store.run()) is not None:
             self._open(document)
 
@@ -127,8 +128,14 @@ class LiveRun:
         self.save(now, self.state, notes=[note("start", facts.StartFacts(epoch=self.store.epoch))])
         self.tick()
 
+    def close_beside(self) -> None:
+        """From now on a thread of its own does what is due: nobody who calls waits for a round to be merged."""
+        self._closer = Closer(self._do_due)
+
     def close(self) -> None:
         """Commit the byte counters and the time that has passed, and let go of the folder."""
+        if self._closer is not None:
+            self._closer.stop()
         with self.lock:
             try:
                 ready, self.ready = self.ready, False
@@ -197,34 +204,51 @@ class LiveRun:
             self.teller.committed(self, kind, body)
 
     def tick(self) -> None:
-        """Do all that is due: expire leases, extend and close rounds, finish. Who closes a round returns when its version is there."""
+        """Do all that is due, or have it done: expire leases, extend and close rounds, finish."""
+        if self._closer is None:
+            self._do_due()
+        else:
+            self._closer.wake()
+
+    def settle(self, index: int) -> None:
+        """Where those who call close rounds: wait until nobody closes one of this block."""
+        if self._closer is None:
+            self.merging.wait(index)
+
+    def moves(self, index: int) -> bool:
+        """Whether the next version of a block is being made beside, or is about to be: nobody should begin from this one any more."""
+        if self._closer is None:
+            return False
+        return index in self.merging or isinstance(decide_round(self.clock(), self.state, self.options, index)[0], state.Close)
+
+    def _do_due(self) -> None:
+        """One round after another: only the block that is being merged has to wait."""
         while due := self._decide():
             try:
-                while due:
-                    self._close_round(due[0])
-                    due.pop(0)
+                self._close_round(due)
             finally:
                 with self.lock:
-                    self.merging.free(action.block for action in due)
+                    self.merging.free([due.block])
 
-    def _decide(self) -> list[state.Close]:
-        """Do what is due but for the rounds that close; these are the caller's, and nobody else touches their blocks until it is done."""
+    def _decide(self) -> state.Close | None:
+        """Do what is due but for rounds that close. The first of these is the caller's: nobody else touches its block until it is done."""
         with self.lock:
             if not self.ready:
-                return []
+                return None
             now = self.clock()
             actions, self.reason = decide(now, self.state, self.options)
             free = [action for action in actions if getattr(action, "block", None) not in self.merging]
-            due = [action for action in free if isinstance(action, state.Close)]
             for action in free:
                 if not isinstance(action, state.Close):
                     self._act(now, action)
-            self.merging.claim(action.block for action in due)
-            if not due:
-                self.teller.look(self, now)
-                if now - self._flushed > FLUSH_SECONDS:
-                    self._flush(now)
-            return due
+            due = next((action for action in free if isinstance(action, state.Close)), None)
+            if due is not None:
+                self.merging.claim([due.block])
+                return due
+            self.teller.look(self, now)
+            if now - self._flushed > FLUSH_SECONDS:
+                self._flush(now)
+            return None
 
     def _flush(self, now: float) -> None:
         """Commit what has changed without an event: byte counters, and the time left of what is out, or a restart would give it anew."""
@@ -256,7 +280,7 @@ class LiveRun:
             self.save(now, after, notes)
 
     def _close_round(self, action: state.Close) -> None:
-        """Merge without the lock, then publish; afterwards the block is free again."""
+        """Merge without the lock, then publish."""
         with self.lock:
             parent = self.version(action.block)
             waiting = {name: self.recall.waiting[name] for name in action.updates}
@@ -264,7 +288,6 @@ class LiveRun:
         closed = close_round(self.store, merged, waiting)
         with self.lock:
             self._publish(self.clock(), action, parent, closed)
-            self.merging.free([action.block])
 
     def _publish(self, now: float, action: state.Close, parent: VersionRecord, closed: Closed) -> None:
         """The next version, or the same round without the updates that cannot be merged."""
@@ -318,8 +341,10 @@ class LiveRun:
         )
         return made.model_dump(mode="json", exclude={"parent"})
 
-    def record(self, now: float, message: m.Submission, update: UpdateRecord, sentence: str) -> bytes:
-        """Write an accepted update, its receipt and everything that follows from it in one transaction."""
+    def record(
+        self, now: float, message: m.Submission, update: UpdateRecord, sentence: str, receipt_of: Callable[[str], m.Receipt]
+    ) -> bytes:
+        """Write an accepted update, its receipt (of its entry's hash) and everything that follows from it in one transaction."""
         order = self.recall.orders[message.task]
         arrived = state.Arrived(update.id, update.worker, update.tokens, update.steps, update.staleness, update.weight)
         deadline = deadline_after(now, self.state.blocks[message.block], self.options, update.seconds)
@@ -330,7 +355,7 @@ class LiveRun:
 
         def receipt(entry: Entry) -> bytes:
             written.append(entry)
-            return m.write(self._receipt(message, update, sentence, entry.hash))
+            return m.write(receipt_of(entry.hash))
 
         try:
             answer = self.store.record_update(now, update, receipt, body, changes)
@@ -351,26 +376,6 @@ class LiveRun:
         extra = update.seconds - message.seconds
         overhead = min(SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra, self.options.task_seconds / 2)
         return state.with_worker(self.state, replace(worker, seconds_per_step=message.seconds / message.steps, overhead=overhead))
-
-    def _receipt(self, message: m.Submission, update: UpdateRecord, sentence: str, entry: str) -> m.Receipt:
-        return self.identity.sign(
-            m.Receipt(
-                run=message.run,
-                worker=message.worker,
-                task=message.task,
-                fence=message.fence,
-                block=message.block,
-                base=message.base,
-                payload_sha256=message.payload_sha256,
-                accepted=True,
-                sentence=_said(sentence),
-                update=update.id,
-                staleness=update.staleness,
-                weight=update.weight,
-                entry=entry,
-                time=int(time.time() * 1000),
-            )
-        )
 
 
 def note(kind: str, content: m.Message, **more: Any) -> Note:

@@ -41,3 +41,37 @@ class Merging:
     def close(self) -> None:
         """No more merges."""
         self._thread.shutdown(wait=False)
+
+
+class Closer:
+    """A thread that does what is due whenever it is woken. What stops it is raised to whoever wakes it next."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work, self._stopped = work, False
+        self._failure: BaseException | None = None
+        self._due = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="closer", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        if self._failure is not None:
+            raise self._failure
+        self._due.set()
+
+    def stop(self) -> None:
+        """After what it is doing now. The caller does not hold the run's lock."""
+        self._stopped = True
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._due.wait()
+            self._due.clear()
+            try:
+                if not self._stopped:
+                    self._work()
+            except BaseException as error:  # told by `wake`
+                self._failure = error
+                return
