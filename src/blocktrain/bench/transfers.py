@@ -29,6 +29,7 @@ from blocktrain.protocol.transfer import split
 Result = dict[str, Any]
 LINK = Link(rtt_ms=80, mbit=200)
 PIECE = 1 << 20
+PATIENCE = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,12 @@ class _Customer:
 
     def _task(self) -> m.Task:
         found = self._joined.next
-        if isinstance(found, m.Wait):
+        end = time.monotonic() + PATIENCE
+        while isinstance(found, m.Wait):  # a version of so large a block takes a moment
+            if time.monotonic() > end:
+                raise RunError(f"the coordinator has no task to upload for: {found.reason}")
+            time.sleep(min(found.seconds, 1.0))
             found = self.client.next_task(task_request(self._me, self._joined)).next
-        if isinstance(found, m.Wait):
-            raise RunError(f"the coordinator has no task to upload for: {found.reason}")
         return found
 
 
