@@ -13,7 +13,7 @@ import blocktrain.config
 ROOT = Path(blocktrain.config.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
-GROUND = {"errors", "config", "events", "files", "processes", "web"}
+GROUND = {"errors", "config", "events", "files", "page_files", "processes", "web"}
 FLOORS = {
     "protocol": 1,
     "learning": 1,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from blocktrain.coordination.feed import EVENTS, Event, Feed, History, Listener
 from blocktrain.errors import BlockTrainError, RunError
+from blocktrain.page_files import page_file
 from blocktrain.protocol.messages import refusal, write
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.status import Status
@@ -30,32 +29,15 @@ SHOWN_WORKERS = 200  # in the status that the page gets
 PIECE = 1 << 16
 
 PAGE = Path(__file__).parent.parent / "dashboard"
-TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_FILE = re.compile(r"[a-z]{1,20}\.(html|js|css|svg)\Z")
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, but asked for again: a new version of BlockTrain brings a new page
-}
 STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
 
 
 async def page(request: Request) -> Response:
     """GET / and GET /page/{name}."""
-    name = request.path_params.get("name", "index.html")
-    found = _FILE.match(name)
+    found = await page_file(PAGE, request)
     if found is None:
         raise Refused(Code.NOT_FOUND, "the page has no such file")
-    try:
-        content = await run_in_threadpool((PAGE / name).read_bytes)
-    except OSError:
-        raise Refused(Code.NOT_FOUND, "the page has no such file") from None
-    headers = {**PAGE_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
-    if request.headers.get("if-none-match") == headers["ETag"]:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers={**headers, "Content-Type": f"{TYPES[found[1]]}; charset=utf-8"})
+    return found
 
 
 async def not_a_replay(_: Request) -> Response:

@@ -2,7 +2,8 @@
 
 import { bought } from "./fold.js";
 import { Chart, FUSED, POOLED, look, smoothed } from "./charts.js";
-import { Keyed, make, setAttribute, setHidden, setText, swatch } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
+import { Keyed, swatch } from "./tables.js";
 import { NONE, blockTitle, change, nats, perByte, scoreTitle, unitOf } from "./words.js";
 
 const LONG = 12; // rows of a legend before it scrolls

@@ -4,7 +4,7 @@ import { begin, fold } from "./fold.js";
 import { Curves } from "./curves.js";
 import { Line, ask } from "./line.js";
 import { Player } from "./player.js";
-import { make, setAttribute, setHidden, setText } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Feed, Head, Ledger, Refusals, blockTable, blockViews } from "./views.js";
 import { Workers } from "./workers.js";
 import { clock, count, duration, runTitle, sentence } from "./words.js";

@@ -2,7 +2,7 @@
 
 import { parseLog } from "./line.js";
 import { Film, SPEEDS } from "./replay.js";
-import { make, setAttribute, setHidden, setText } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { clock, elapsed } from "./words.js";
 
 const FIELDS = "input:not([type=range]), select, button, [contenteditable]"; // keys belong to them

@@ -1,26 +1,6 @@
 // Lists and tables that change in place: rows keep their elements, and with them focus, selection and place.
 
-// An element with a class and children; text is text, never markup.
-export function make(tag, className = "", ...children) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  element.append(...children);
-  return element;
-}
-
-export function setText(element, text) {
-  const said = String(text);
-  if (element.textContent !== said) element.textContent = said;
-}
-
-export function setAttribute(element, name, value) {
-  if (value == null) element.removeAttribute(name);
-  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
-}
-
-export function setHidden(element, hidden) {
-  if (element.hidden !== hidden) element.hidden = hidden;
-}
+import { make, setAttribute } from "./elements.js";
 
 // A bar from 0 to 1.
 export function meter(label) {

@@ -2,7 +2,8 @@
 
 import { atWork, bought, gained, isTooEarly, progress, remaining, share, tail } from "./fold.js";
 import { FUSED, look } from "./charts.js";
-import { Keyed, make, meter, setAttribute, setHidden, setMeter, setText, swatch, tableOf } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
+import { Keyed, meter, setMeter, swatch, tableOf } from "./tables.js";
 import {
   blockTitle,
   bytes,

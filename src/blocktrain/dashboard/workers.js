@@ -1,6 +1,7 @@
 // The table of workers: sorted, filtered, and changed in place.
 
-import { make, meter, setAttribute, setHidden, setMeter, setText, tableOf } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
+import { meter, setMeter, tableOf } from "./tables.js";
 import { NONE, ago, bytes, count, many, speed } from "./words.js";
 
 const AT_FIRST = 25; // rows; a button shows the rest

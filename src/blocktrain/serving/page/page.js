@@ -2,7 +2,7 @@
 
 import { Refusal, answer as listen, ask } from "./line.js";
 import { Paper } from "./paper.js";
-import { setAttribute, setHidden, setText } from "./tables.js";
+import { setAttribute, setHidden, setText } from "./elements.js";
 import { Answers, Figures, Hosts, Strip, degradedWords, modelWords, serverWords } from "./views.js";
 import { digits, many, sentence } from "./words.js";
 

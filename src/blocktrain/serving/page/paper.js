@@ -1,6 +1,6 @@
 // The sheet: one text that both write. A textarea on top holds it; the ink below shows who wrote what, a shade for each sweep.
 
-import { make } from "./tables.js";
+import { make } from "./elements.js";
 
 const NEAR = 48; // pixels from the end within which the sheet follows what is written
 

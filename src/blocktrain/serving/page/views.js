@@ -1,6 +1,7 @@
 // What is shown of the model, its hosts and its answers.
 
-import { Rows, make, setAttribute, setHidden, setText } from "./tables.js";
+import { make, setAttribute, setHidden, setText } from "./elements.js";
+import { Rows } from "./tables.js";
 import { NONE, bytes, count, digits, duration, listed, many, milliseconds, percent } from "./words.js";
 
 const COLOURS = 6;

@@ -1,0 +1,23 @@
+// Elements that change in place: what is the same is left alone, and with it focus, selection and place.
+
+// An element with a class and children; text is text, never markup.
+export function make(tag, className = "", ...children) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  element.append(...children);
+  return element;
+}
+
+export function setText(element, text) {
+  const said = String(text);
+  if (element.textContent !== said) element.textContent = said;
+}
+
+export function setAttribute(element, name, value) {
+  if (value == null) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+export function setHidden(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
