@@ -149,8 +149,17 @@ def test_fusion_starts_exactly_as_the_pool() -> None:
     fusion.readout.copy_from(FUSE.blocks)
     features, kept = FUSE.all_features(TEXT), torch.ones(2, 1)
     readout = Model(config, FUSE.blocks).readout()
-    assert not fusion.head.weight.any()
+    assert fusion.correct.weight.any()  # what trains has a gradient from the first step on
     assert torch.equal(fusion.fuse(TEXT, features, kept), readout(readout.normed(features), kept))
+
+
+def test_one_product_pools_as_the_mean_of_log_probabilities_does() -> None:
+    readout, features = Model(FUSE.config, FUSE.blocks).readout(), FUSE.all_features(TEXT)
+    readout.weights.copy_(torch.tensor([0.3, 0.8]))
+    logp = torch.stack([block(f).log_softmax(-1) for block, f in zip(FUSE.blocks, features, strict=True)])
+    for kept in (torch.ones(2, 1), torch.tensor([[0.0], [1.0]])):
+        ours = readout(readout.normed(features), kept).log_softmax(-1)
+        assert torch.allclose(ours, pool(logp, readout.weights, kept).log_softmax(-1), atol=1e-5)
 
 
 def test_fusion_holds_copies_of_norms_and_heads_and_does_not_train_them() -> None:
@@ -198,7 +207,7 @@ def test_only_denoising_blocks_hold_what_reads_z() -> None:
 
     plain = {"embed", "layers", "norm", "head"}
     assert names(tiny_config()) == plain
-    assert names(tiny_config(), 3) == plain | {"readout", "mix"}
+    assert names(tiny_config(), 3) == {"embed", "layers", "readout", "mix", "correct"}
     assert names(tiny_config(compose="pool", objective="denoise")) == plain | {"z_in", "noise_in"}
     paper = {"compose": "euler", "objective": "denoise", "skip": "edm"}
     assert names(tiny_config(**paper)) == plain | {"z_in", "noise_in", "z_out"}

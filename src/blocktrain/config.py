@@ -18,7 +18,7 @@ from blocktrain.errors import ConfigError
 VOCABULARY = 256  # bytes
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
+    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler", "optimizer": "adamw"},
 }
 
 
@@ -70,6 +70,8 @@ class Config(BaseModel):
     tail_sigma_min: float = Field(default=0.1, gt=0)
     """Lowest noise level of the tail."""
 
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """muon: orthogonal steps for the matrices inside a block, AdamW for the rest. adamw: AdamW for all."""
     learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
     """Peak learning rate of the independent blocks."""
     fusion_learning_rate: float = Field(default=1e-3, gt=0, le=1)

@@ -96,9 +96,8 @@ def _trained(trainer: Trainer) -> dict[str, int]:
     with saved.hooks():
         for _ in trainer.run(random_bytes(c.seed, 64 * (c.context + 1)), trainer.step + 1):
             pass
-    state = [value for values in trainer.optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     held = {
-        "optimizer": sum(storages(state).values()),
+        "optimizer": sum(storages(trainer.moments().values()).values()),
         "gradients": sum(storages(p.grad for p in trainer.block.parameters() if p.grad is not None).values()),
         "activations": sum(saved.found.values()),
     }

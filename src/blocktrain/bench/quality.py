@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from blocktrain.bench.samples import judge_samples
-from blocktrain.config import Config
+from blocktrain.config import PRESETS, Config
 from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes, Source
@@ -39,8 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pool": {"compose": "pool"},
     "same": {"compose": "fuse", "data_order": "shared"},
     "beside": {"compose": "fuse"},
-    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
-    "exact": {"objective": "denoise", "skip": "exact", "compose": "euler"},
+    "paper": PRESETS["paper"],
+    "exact": {**PRESETS["paper"], "skip": "exact"},  # what the skip alone changes
 }
 
 

@@ -16,6 +16,7 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Bytes
 from blocktrain.learning.model import build_block
+from blocktrain.learning.optimizer import Optimizers
 from blocktrain.learning.train import Trainer, one_thread, pick_device
 
 BOUND = 1.05
@@ -56,10 +57,7 @@ def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
     """What one would write by hand for this block: no schedule, no checks, no resuming. Yields the loss of each step."""
     device = pick_device(config.device)
     block = build_block(config, 1).to(device)
-    matrices = [p for p in block.parameters() if p.ndim > 1]
-    vectors = [p for p in block.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = Optimizers(block, config.optimizer, weight_decay=config.weight_decay)
     random = np.random.default_rng(config.seed)
     while True:
         offsets = random.integers(0, len(corpus) - config.context, size=config.batch)
@@ -67,10 +65,10 @@ def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
         tokens = torch.from_numpy(rows.astype(np.int64)).to(device)
         logits = block(block.features(tokens[:, :-1]))
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
+        block.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
-        optimizer.step()
+        optimizer.step(config.learning_rate)
         yield loss.item()  # a step has ended when its loss is known, also on a device that works behind our back
 
 

@@ -32,11 +32,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.randn(inputs, outputs) * (gain * inputs**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if rows >= MIN_ROWS:
-            return x @ self.weight
-        flat = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, MIN_ROWS - rows)) @ self.weight
-        return flat[:rows].reshape(*x.shape[:-1], -1)
+        return product(x, self.weight)
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix, of at least MIN_ROWS rows."""
+    rows = x.numel() // x.shape[-1]
+    if rows >= MIN_ROWS:
+        return x @ matrix
+    flat = F.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, MIN_ROWS - rows)) @ matrix
+    return flat[:rows].reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):
@@ -124,11 +129,12 @@ class Readout(nn.Module):
         return F.rms_norm(features, (features.shape[-1],), None, 1e-6) * self.norms[:, None, None]
 
     def forward(self, normed: Tensor, kept: Tensor) -> Tensor:
-        """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V)."""
-        N, B, T, W = normed.shape
-        rows = F.pad(normed.reshape(N, B * T, W), (0, 0, 0, max(MIN_ROWS - B * T, 0)))
-        logp = torch.bmm(rows, self.heads)[:, : B * T].float().log_softmax(-1).view(N, B, T, -1)
-        return pool(logp, self.weights, kept)
+        """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V).
+
+        One product pools them: what would make each block's logits log-probabilities is the same number for every byte.
+        """
+        shared = normed * shares(self.weights, kept)[:, :, None, None]
+        return product(joined(shared), self.heads.flatten(0, 1)).float()
 
 
 class Block(nn.Module):
@@ -145,7 +151,8 @@ class Block(nn.Module):
         self.context, self.heads, self.reads = config.context, config.heads, reads
         self.embed = nn.Parameter(torch.randn(config.lookback, VOCABULARY, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
-        self.norm = RMSNorm(W)
+        if not reads:
+            self.norm = RMSNorm(W)
         self.skip = config.skip if config.objective == "denoise" and not reads else None
         if self.skip:  # what reads z starts at zero: an untrained z path must not disturb the context path
             self.z_in = Linear(config.z_width, W, gain=0)
@@ -154,10 +161,12 @@ class Block(nn.Module):
             self.mask = nn.Parameter(torch.randn(W) * 0.1)
         if self.skip == "edm":
             self.z_out = Linear(W, config.z_width)
-        self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0 if reads else 0.5)
         if reads:
             self.readout = Readout(reads, W)
             self.mix = Linear(reads * W, W)
+            self.correct = Linear(W, reads * W)
+        else:
+            self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0.5)
         self.register_buffer("rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False)
 
     def features(
@@ -166,20 +175,19 @@ class Block(nn.Module):
         *,
         z: Tensor | None = None,  # (B, T, Z), scaled by c_in
         c_noise: Tensor | None = None,  # (B,) or ()
-        read: Tensor | None = None,  # (N, B, T, W), normed
         cache: Cache | None = None,
         tail: int = 0,
     ) -> Tensor:
         """The residual stream after the last layer, (B, T, W). With a cache the tokens continue where it ends."""
-        T = tokens.shape[1]
-        start = cache.length if cache else 0
-        if start + T > self.context:
-            raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
-        x = self.embedded(tokens, start, cache, tail)
+        x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
         if z is not None and c_noise is not None:
             x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(-1, 1, x.shape[-1])
-        if read is not None:
-            x = x + self.mix(read.permute(1, 2, 0, 3).flatten(2))
+        return self.through_layers(x, cache, tail)
+
+    def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
+        """The residual stream (B, T, W) after the last layer."""
+        T = x.shape[1]
+        start = cache.length if cache else 0
         rotation = self.rotation[:, start : start + T]
         mask = self.visible(T, start, cache, tail)
         for i, layer in enumerate(self.layers):
@@ -195,6 +203,8 @@ class Block(nn.Module):
         Two layers can then spend their attention on more than finding the neighbours of a byte.
         """
         T, before = tokens.shape[1], 0
+        if start + T > self.context:
+            raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
         if cache:
             cache.ids[:, start : start + T] = tokens
             before = min(start, self.embed.shape[0] - 1)
@@ -225,17 +235,31 @@ class Block(nn.Module):
         return self.head(self.norm(features)).float()
 
     def fuse(self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None) -> Tensor:
-        """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there."""
+        """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there.
+
+        The layers correct the features, and the heads that the blocks were trained with read the corrected ones. New layers add
+        nothing, so that fusion starts as the pool.
+        """
         normed = self.readout.normed(features) * kept[:, :, None, None]
-        own = self.features(tokens, read=normed, cache=cache)
-        return self.readout(normed, kept) + self(own)
+        x = self.embedded(tokens, cache.length if cache else 0, cache, 0) + self.mix(joined(normed))
+        corrections = self.correct(self.through_layers(x, cache) - x)
+        return self.readout(normed + corrections.unflatten(-1, (self.reads, -1)).permute(2, 0, 1, 3), kept)
 
 
 def pool(logp: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
-    """Weighted sum over the first axis (N, B, T, V); the weights of the blocks that are there share those of the missing."""
+    """Weighted sum over the first axis, (N, B, T, V) -> (B, T, V)."""
+    return torch.einsum("nb,nbtv->btv", shares(weights, kept), logp)
+
+
+def shares(weights: Tensor, kept: Tensor) -> Tensor:
+    """Weights (N,) for each sequence, (N, B): the blocks that are there share those of the missing."""
     w = weights[:, None] * kept
-    w = w * (weights.sum() / w.sum(0))
-    return torch.einsum("nb,nbtv->btv", w, logp)
+    return w * (weights.sum() / w.sum(0))
+
+
+def joined(features: Tensor) -> Tensor:
+    """(N, B, T, W) -> (B, T, N * W)."""
+    return features.permute(1, 2, 0, 3).flatten(2)
 
 
 def rotations(positions: int, head_width: int) -> Tensor:

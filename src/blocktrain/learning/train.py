@@ -21,10 +21,10 @@ from blocktrain.files import write_atomic
 from blocktrain.learning import data
 from blocktrain.learning.model import Block, build_block, build_reference, target_table
 from blocktrain.learning.objective import Loss, denoise_loss, fusion_loss, next_loss
+from blocktrain.learning.optimizer import Optimizers
 
 REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps of a parameter that has had a gradient
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
@@ -70,7 +70,7 @@ class Trainer:
     step: int = 0
     stream: int | None = None  # which order of the corpus is read; by default the block's own
     block: Block = field(init=False)
-    optimizer: torch.optim.AdamW = field(init=False)
+    optimizer: Optimizers = field(init=False)
 
     def __post_init__(self) -> None:
         self.stream = self.own_stream if self.stream is None else self.stream
@@ -82,10 +82,7 @@ class Trainer:
             if len(self.sources) != self.block.reads:
                 raise ConfigError(f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given")
             self.read(self.sources)
-        decayed = [p for p in self.block.parameters() if p.ndim > 1]
-        others = [p for p in self.block.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": self.config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=self.peak, betas=(0.9, 0.95), fused=True)
+        self.optimizer = Optimizers(self.block, self.config.optimizer, weight_decay=self.config.weight_decay)
 
     @property
     def peak(self) -> float:
@@ -113,17 +110,14 @@ class Trainer:
 
     def _one_step(self, corpus: data.Bytes) -> float:
         c = self.config
-        rate = learning_rate(self.step, c.steps, self.peak, c.warmup, c.schedule)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         stream = self.own_stream if self.stream is None else self.stream
         tokens = data.batch(corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
             loss = self._loss(tokens.to(self.device))
-        self.optimizer.zero_grad(set_to_none=True)
+        self.block.zero_grad(set_to_none=True)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
-        self.optimizer.step()
+        self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, c.schedule))
         ce = loss.ce.item()
         if not math.isfinite(ce):
             raise RunError(f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate")
@@ -151,15 +145,11 @@ class Trainer:
 
     def moments(self) -> dict[str, Tensor]:
         """What the optimizer remembers of every parameter, as `moment.name`; nothing before the first step."""
-        known = [(name, p) for name, p in self.block.named_parameters() if p in self.optimizer.state]
-        return {f"{moment}.{name}": self.optimizer.state[p][moment] for name, p in known for moment in _MOMENTS}
+        return self.optimizer.moments()
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
         """Continue with these moments; none of them: a fresh optimizer."""
-        self.optimizer.state.clear()
-        for name, parameter in self.block.named_parameters():
-            if f"{_MOMENTS[0]}.{name}" in moments:
-                self.optimizer.state[parameter] = {moment: moments[f"{moment}.{name}"].to(self.device) for moment in _MOMENTS}
+        self.optimizer.restore(moments)
 
     def save(self, path: Path) -> None:
         """Weights, optimizer moments and step, as one safetensors file, atomically."""
