@@ -72,7 +72,7 @@ def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive
 
 def test_a_worker_holds_little_more_than_its_share() -> None:
     seen: list[float] = []
-    told = measure_memory(tiny(width=64), depth=16, progress=seen.append)  # narrower ones are mostly embedding, which each block has
+    told = measure_memory(tiny(), depth=16, progress=seen.append)
     assert [row["blocks"] for row in told["rows"]] == [2, 4, 8, 16]
     for row in told["rows"]:
         assert row["blocks"] * row["layers_per_block"] == 16
@@ -94,10 +94,9 @@ def test_bytes_by_kind_agree_with_the_number_of_parameters() -> None:
     row = told["rows"][-1]
     block = Trainer(config, 1).block
     parameters = sum(p.numel() for p in block.parameters())
-    inside = [p.numel() for name, p in block.named_parameters() if name.startswith("layers.") and p.ndim == 2]  # Muon: one moment
-    scalars = FLOAT * (len(list(block.parameters())) - len(inside))  # AdamW counts steps for each parameter
+    scalars = FLOAT * len(list(block.parameters()))  # the optimizer counts steps for each parameter
     assert row["worker"]["gradients"] == FLOAT * parameters
-    assert row["worker"]["optimizer"] == FLOAT * (2 * parameters - sum(inside)) + scalars
+    assert row["worker"]["optimizer"] == 2 * FLOAT * parameters + scalars
     readout = 3 * FLOAT * (config.width + config.width * 256)
     rotation = FLOAT * block.rotation.numel()
     assert row["fusion"]["frozen"] == 3 * (FLOAT * parameters + rotation) + readout

@@ -144,7 +144,7 @@ def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
     assert len(config.fingerprint) == 64
     assert Config(sigma_min=1).fingerprint == Config(sigma_min=1.0).fingerprint
     changes: dict[str, Any] = {"objective": "next", "compose": "pool", "skip": "edm", "schedule": "linear", "data_order": "shared"}
-    changes |= {"device": "auto", "dtype": "bfloat16", "heads": 2, "optimizer": "adamw"}
+    changes |= {"device": "auto", "dtype": "bfloat16", "heads": 2, "optimizer": "muon", "fusion_optimizer": "adamw"}
     seen = {config.fingerprint}
     for name, value in config.model_dump().items():
         other: dict[str, Any] = {name: changes[name] if name in changes else value * 2 if value else 1}

@@ -87,7 +87,6 @@ def transport(
     scale: Literal["tiny", "standard"] = "standard",
     part: Annotated[list[Literal["replay", "workers", "hosts", "ladder", "outer"]], Parameter(consume_multiple=True)] | None = None,
     distance: Annotated[Distance | None, Parameter(name="*")] = None,
-    optimizer: Literal["muon", "adamw"] = "muon",
     data: str | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -103,8 +102,6 @@ def transport(
         tiny (a few minutes, to see it work) or standard (up to an hour a part on 2 cores).
     part
         One or more parts instead of all: replay, workers, hosts, ladder, outer.
-    optimizer
-        What the workers train with.
     data
         Corpus; by default wikitext2 at standard scale, stdlib at tiny.
     seed
@@ -121,7 +118,7 @@ def transport(
     far = distance or Distance()
     seeds = (seed, seed + 1, seed + 2)
     link = Link(far.rtt_ms, mbit=far.mbit, seed=seed)
-    options = TransportOptions(folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link, optimizer)
+    options = TransportOptions(folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link)
     commands.show(commands.transport(options, command_line()), json_)
 
 

@@ -18,7 +18,7 @@ from blocktrain.errors import ConfigError
 VOCABULARY = 256  # bytes
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler", "optimizer": "adamw"},
+    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
 }
 
 
@@ -49,7 +49,7 @@ class Config(BaseModel):
     compose: Literal["fuse", "pool", "euler"] = "fuse"
     """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
     feature_dropout: float = Field(default=0.05, ge=0, lt=1)
-    """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
+    """Probability that the fusion block sees a sequence once more without one block, so that a missing block costs little."""
 
     sigma_min: float = Field(default=1.0, gt=0)
     """Lowest noise level; below 1 the target leaks into the training loss."""
@@ -70,8 +70,10 @@ class Config(BaseModel):
     tail_sigma_min: float = Field(default=0.1, gt=0)
     """Lowest noise level of the tail."""
 
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """muon: orthogonal steps for the matrices inside a block, AdamW for the rest. adamw: AdamW for all."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Of the independent blocks and the reference. muon: orthogonal steps for the matrices inside, AdamW for the rest."""
+    fusion_optimizer: Literal["adamw", "muon"] = "muon"
+    """Of the fusion block."""
     learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
     """Peak learning rate of the independent blocks."""
     fusion_learning_rate: float = Field(default=1e-3, gt=0, le=1)

@@ -76,7 +76,6 @@ class TransportOptions:
     seeds: tuple[int, ...]
     host_count: int
     link: Link
-    optimizer: Literal["muon", "adamw"] = "muon"
 
     @property
     def sizes(self) -> Scale:
@@ -85,7 +84,7 @@ class TransportOptions:
 
     def config(self, seed: int, **settings: Any) -> Config:
         """A model of the scale."""
-        return make_config({**self.sizes.model, "optimizer": self.optimizer, **settings, "seed": seed})
+        return make_config({**self.sizes.model, **settings, "seed": seed})
 
     def trial(self, name: str, config: Config, policy: Policy, places: Sequence[Place]) -> Trial:
         """A run of this bench."""

@@ -1,4 +1,4 @@
-"""How a block's weights follow their gradients: Muon for the matrices inside it, AdamW for all else; or AdamW alone.
+"""How a block's weights follow their gradients: AdamW, or Muon for the matrices inside the block and AdamW for the rest.
 
 torch has a Muon of its own, which orthogonalises in bfloat16: its bits are another processor's, and some processors cannot run
 it at all. This one stays in float32, so that a task that is trained again gives the same bytes.

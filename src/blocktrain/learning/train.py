@@ -82,7 +82,8 @@ class Trainer:
             if len(self.sources) != self.block.reads:
                 raise ConfigError(f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given")
             self.read(self.sources)
-        self.optimizer = Optimizers(self.block, self.config.optimizer, weight_decay=self.config.weight_decay)
+        kind = self.config.fusion_optimizer if self.block.reads else self.config.optimizer
+        self.optimizer = Optimizers(self.block, kind, weight_decay=self.config.weight_decay)
 
     @property
     def peak(self) -> float:
