@@ -113,25 +113,6 @@ def test_the_fusion_loss_leaves_out_blocks_but_never_all() -> None:
     assert whole.item() == pytest.approx(F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item())
 
 
-def test_a_sequence_without_a_block_comes_beside_the_whole_one() -> None:
-    model = random_model(tiny_config())
-    assert model.fusion is not None
-    features = read_features(model.blocks, TOKENS[:, :-1])
-
-    def ce(kept: torch.Tensor) -> torch.Tensor:
-        logits = model.fusion.fuse(TOKENS[:, :-1], features, kept.float())  # type: ignore[union-attr]
-        return F.cross_entropy(logits.transpose(1, 2), TOKENS[:, 1:], reduction="none").mean(1)
-
-    drawn = torch.rand(2, 3, generator=torch.Generator().manual_seed(4))
-    kept = drawn >= 0.4
-    kept |= ~kept.any(0)
-    missing = ~kept.all(0)
-    assert 0 < missing.sum() < 3
-    expected = torch.cat([ce(torch.ones(2, 3)), ce(kept)[missing]]).mean()
-    found = fusion_loss(model.fusion, model.blocks, TOKENS, 0.4, torch.Generator().manual_seed(4)).total
-    assert found.item() == pytest.approx(expected.item())
-
-
 def test_what_fusion_reads_gets_no_gradient() -> None:
     config = tiny_config()
     sources = [build_block(config, n) for n in (1, 2)]

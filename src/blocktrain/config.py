@@ -48,8 +48,8 @@ class Config(BaseModel):
     """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
     compose: Literal["fuse", "pool", "euler"] = "fuse"
     """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
-    feature_dropout: float = Field(default=0.05, ge=0, lt=1)
-    """Probability that the fusion block sees a sequence once more without one block, so that a missing block costs little."""
+    feature_dropout: float = Field(default=0.04, ge=0, lt=1)
+    """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
 
     sigma_min: float = Field(default=1.0, gt=0)
     """Lowest noise level; below 1 the target leaks into the training loss."""

@@ -83,18 +83,11 @@ def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:
 
 
 def fusion_loss(fusion: Block, sources: Sequence[Block], tokens: Tensor, dropout: float, generator: torch.Generator) -> Loss:
-    """Cross entropy of the fusion block. Sequences that draw missing blocks, but never all of them, come a second time without those:
-
-    the fused model does not pay for what it learns about missing blocks with text that it would have read whole.
-    """
+    """Cross entropy of the fusion block, with whole blocks left out at random, but never all of a sequence's."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     drawn = torch.rand(len(sources), tokens.shape[0], generator=generator)
     kept = drawn >= dropout
     kept |= ~kept.any(0)
-    again = (~kept.all(0)).nonzero().flatten()
-    kept = torch.cat([torch.ones_like(kept), kept[:, again]], dim=1).to(tokens.device, torch.float32)
-    again = again.to(tokens.device)
-    features = read_features(sources, tokens[:, :-1])
-    features = torch.cat([features, features[:, again]], dim=1)
-    tokens = torch.cat([tokens, tokens[again]])
-    ce = F.cross_entropy(fusion.fuse(tokens[:, :-1], features, kept).flatten(0, 1), tokens[:, 1:].flatten())
+    logits = fusion.fuse(inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32))
+    ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return Loss(ce, ce)
