@@ -89,8 +89,8 @@ class Optimizers:
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for key, t in moments.items():
             moment, _, name = key.partition(".")
-            parameter = self._named[name]
-            found.setdefault(parameter, {})[moment] = t.to(parameter.device)
+            if (parameter := self._named.get(name)) is not None:
+                found.setdefault(parameter, {})[moment] = t.to(parameter.device)
         for part in self._parts:
             held = {p for group in part.param_groups for p in group["params"]}
             part.state.clear()
