@@ -80,11 +80,16 @@ def twin(config: Config, variant: str, index: int) -> str | None:
     return "fuse" if variant == "same" and index == 1 else None
 
 
+def leakage_variant(setup: Setup, sigma: float) -> str:
+    """The variant whose lowest noise level is this one."""
+    return "exact" if sigma == setup.base.sigma_min else f"leakage_{sigma}"
+
+
 def jobs(setup: Setup) -> list[Job]:
     """Everything one seed needs, longest first; what already has its result is left out."""
     planned = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
-    leakage = [f"leakage_{s}" for s in LEAKAGE_SIGMAS] if setup.leakage else []
-    for variant in [*VARIANTS, *leakage]:
+    leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
+    for variant in dict.fromkeys([*VARIANTS, *leakage]):
         config = setup.config(variant)
         for index in range(1, config.blocks + 1):
             if twin(config, variant, index):

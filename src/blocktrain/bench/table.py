@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.bench.quality import LEAKAGE_SIGMAS, Setup, results, twin
+from blocktrain.bench.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
 from blocktrain.learning.data import batch_offsets
 from blocktrain.learning.runs import block_name
 
@@ -84,8 +84,9 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
         return []
     found = []
     for sigma in LEAKAGE_SIGMAS:
-        ce = left[f"evaluate-leakage_{sigma}"]["ce"]
-        last = left[f"leakage_{sigma}-{block_name(setup.base.blocks)}"]
+        variant = leakage_variant(setup, sigma)
+        ce = left[f"evaluate-{variant}"]["ce"]
+        last = left[f"{variant}-{block_name(setup.base.blocks)}"]
         found.append({"sigma_min": sigma, "train_ce_last_block": last["train_ce"], "composed_ce": ce["euler"], "pool_ce": ce["pool"]})
     return found
 
