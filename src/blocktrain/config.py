@@ -48,7 +48,7 @@ class Config(BaseModel):
     """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
     compose: Literal["fuse", "pool", "euler"] = "fuse"
     """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
-    feature_dropout: float = Field(default=0.04, ge=0, lt=1)
+    feature_dropout: float = Field(default=0.0375, ge=0, lt=1)
     """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
 
     sigma_min: float = Field(default=1.0, gt=0)

@@ -27,8 +27,9 @@ Look = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Linear(nn.Module):
     """x @ weight with the weight stored (in, out): BLAS then gives a row the same bits in any batch of MIN_ROWS or more."""
 
-    def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0) -> None:
+    def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0, parts: int = 1) -> None:
         super().__init__()
+        self.parts = parts  # matrices that are stored side by side, along the longer side
         self.weight = nn.Parameter(torch.randn(inputs, outputs) * (gain * inputs**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm_attention = RMSNorm(width)
-        self.qkv = Linear(width, 3 * width)
+        self.qkv = Linear(width, 3 * width, parts=3)
         self.attention_out = Linear(width, width, gain=0)
         self.norm_mlp = RMSNorm(width)
         self.up = Linear(width, 4 * width)
@@ -163,8 +164,8 @@ class Block(nn.Module):
             self.z_out = Linear(W, config.z_width)
         if reads:
             self.readout = Readout(reads, W)
-            self.mix = Linear(reads * W, W)
-            self.correct = Linear(W, reads * W)
+            self.mix = Linear(reads * W, W, parts=reads)
+            self.correct = Linear(W, reads * W, parts=reads)
         else:
             self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0.5)
         self.register_buffer("rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False)

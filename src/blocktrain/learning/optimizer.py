@@ -13,21 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from blocktrain.learning.model import Linear
+
 INSIDE = ("layers.", "mix.", "correct.")  # from the residual stream to the residual stream
 STEEP = (3.4445, -4.7750, 2.0315)  # Newton-Schulz with a steep start: five rounds bring singular values near one
 ROUNDS = 5
-MOMENTUM = 0.95
+MOMENTUM = 0.9
 LENGTH = 0.4  # of a step, root mean square, in learning rates: twice that of AdamW's steps, which measured best
 
 
 class Muon(Optimizer):
     """Momentum whose steps are made orthogonal: every direction in a matrix moves alike, also those with small gradients.
 
-    A step is as long as the learning rate of AdamW wants it: both take the same one.
+    A step is as long as the learning rate of AdamW wants it: both take the same one. Matrices that are stored side by side
+    (`parts`) are treated each by itself.
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], *, weight_decay: float) -> None:
-        super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay})
+    def __init__(self, layers: Iterable[Linear], *, weight_decay: float) -> None:
+        groups = [{"params": [layer.weight], "parts": layer.parts} for layer in layers]
+        super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -40,9 +44,11 @@ class Muon(Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
                 state["momentum"].lerp_(matrix.grad, 1 - MOMENTUM)
-                direction = orthogonal(matrix.grad.lerp(state["momentum"], MOMENTUM))
+                direction = matrix.grad.lerp(state["momentum"], MOMENTUM)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(direction, alpha=-group["lr"] * LENGTH * max(matrix.shape) ** 0.5)
+                side = int(matrix.shape[1] > matrix.shape[0])
+                for part, way in zip(matrix.chunk(group["parts"], side), direction.chunk(group["parts"], side), strict=True):
+                    part.add_(orthogonal(way), alpha=-group["lr"] * LENGTH * max(part.shape) ** 0.5)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -62,7 +68,8 @@ class Optimizers:
 
     def __init__(self, block: nn.Module, kind: Literal["muon", "adamw"], *, weight_decay: float) -> None:
         self._named = dict(block.named_parameters())
-        inside = {n: p for n, p in self._named.items() if kind == "muon" and n.startswith(INSIDE) and p.ndim == 2}
+        linear = {f"{n}.weight": m for n, m in block.named_modules() if isinstance(m, Linear)}
+        inside = {n: m for n, m in linear.items() if kind == "muon" and n.startswith(INSIDE)}
         others = [p for n, p in self._named.items() if n not in inside]
         groups = [
             {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
