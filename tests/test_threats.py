@@ -24,20 +24,10 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, beginning, crash, snapshot, whole_ledger
+from listening import PATIENCE, until
 
-PATIENCE = 120.0  # seconds; this machine may be busy
 HOUR = 3600.0
 Address = tuple[str, int]
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for something that must happen, however busy the machine is."""
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen")
 
 
 def kinds(coordinator: Coordinator, kind: str) -> list[dict[str, Any]]:
