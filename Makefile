@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+# Half as many again as there are cores: much of what is tested waits for processes and sockets.
+TESTERS = $(shell $(VENV)/bin/python -c "from blocktrain.places import cores; print(cores() * 3 // 2)")
 
 .PHONY: install browser train test lint clean
 
@@ -23,8 +25,10 @@ browser:
 	&& { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null; }; } \
 	|| echo "no chromium here: the tests of the page will be skipped"
 
+# Tests start hundreds of processes: where Python is told to write no bytecode, each of them would compile all sources.
 test: install browser lint
-	$(VENV)/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m compileall -q src tests
+	$(VENV)/bin/pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -5,23 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 from coordination_world import TOKEN
-
-PATIENCE = 120.0  # seconds; this machine may be busy
-
-
-def until(condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> Any:
-    """Wait for something that must happen, however busy the machine is."""
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} did not happen")
+from waiting import PATIENCE, until
 
 
 def get(url: str, path: str, token: str = TOKEN, **headers: str) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:

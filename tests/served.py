@@ -18,8 +18,7 @@ from blocktrain.learning.data import Corpus
 from blocktrain.learning.runs import create_run, publish, seal
 from command import start
 from conftest import tiny_config, train_block
-
-PATIENCE = 60.0
+from waiting import PATIENCE
 
 
 def a_model(corpus: Corpus) -> Model:

@@ -202,15 +202,6 @@ class Bare:
             await self.writer.wait_closed()
 
 
-async def until(true: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for something to become so."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while not true():
-        assert loop.time() < end, "it did not happen in time"
-        await asyncio.sleep(0.01)
-
-
 class Wire:
     """A relay before a stage that can swallow everything without a word."""
 

@@ -28,6 +28,7 @@ FLOORS = {
     "serving_commands": 4,
     "bench_commands": 4,
     "cli": 5,
+    "__main__": 6,
 }
 READERS = ("cli.py", "places.py")  # of arguments and environment
 Function = ast.FunctionDef | ast.AsyncFunctionDef

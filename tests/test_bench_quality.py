@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from blocktrain.bench import commands, tune
 from blocktrain.bench.quality import is_published, version_beside
+from blocktrain.learning.data import Source
 from command import blocktrain
 
 NAMES = [
@@ -90,6 +92,18 @@ def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> No
     for steps in (1, 2, 7, 50, 60, 1200):
         published = {step for step in range(1, steps + 1) if is_published(step, steps)}
         read = [version_beside(step, steps) for step in range(steps + 1)]
-        assert set(read) <= published | {0}
+        assert set(read) <= published
         assert read == sorted(read)
         assert read[-1] == steps
+
+
+def test_tuning_finds_a_rate_for_each_kind(tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "GRID", (1e-3, 2e-3))
+    small = {"width": 16, "context": 16, "blocks": 2, "steps": 3}
+    source = Source(str(corpus_folder), None, tmp_path / "cache")
+    options = commands.QualityOptions(tmp_path / "bench", "tiny", source, (0,), small, slots=2, command="blocktrain bench quality --tune")
+    result = commands.tune(options)
+    assert [row["setting"] for row in result["rows"]] == ["reference_learning_rate", "learning_rate", "fusion_learning_rate"]
+    for row in result["rows"]:
+        assert row["best"] == min(tune.GRID, key=lambda rate: row[f"{rate:g}"])
+    assert json.loads((tmp_path / "bench" / "tune.json").read_text())["rows"] == result["rows"]

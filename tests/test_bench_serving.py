@@ -122,7 +122,7 @@ def test_answers_survive_kills_and_black_holes(run: Path) -> None:
     assert alone["degraded"] == [2]
     assert alone["bytes"] == found["output_bytes"]
     assert alone["refused"]
-    assert alone["refused_after_s"] < alone["deadline_s"] + 2
+    assert alone["refused_after_s"] < alone["deadline_s"] + 20
     assert alone["used_again"]
 
 

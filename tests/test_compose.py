@@ -165,6 +165,14 @@ def test_a_sweep_from_noise_writes_as_many_bytes_as_asked(length: int, count: in
     assert written[0] == written[1]
 
 
+def test_what_stands_before_a_tail_is_denoised_as_without_one() -> None:
+    text, noise = torch.tensor([list(PROMPT[:CONTEXT])]), position_noise(7, 0, CONTEXT, 8)[None]
+    plain, tailed = euler_path(TAIL, text, noise), euler_path(TAIL, text, noise, tail=6)
+    for without, behind in zip(plain, tailed, strict=True):
+        assert torch.allclose(without[:, :-6], behind[:, :-6], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(plain[-1][:, -6:], tailed[-1][:, -6:], atol=1e-2)
+
+
 def test_a_sweep_from_noise_needs_a_tail() -> None:
     with pytest.raises(ConfigError, match="no tail"):
-        list(sweep_from_noise(EULER, PROMPT, 4, Sampler(), 1))
+        sweep_from_noise(EULER, PROMPT, 4, Sampler(), 1)  # before anything is written

@@ -20,7 +20,7 @@ from blocktrain.errors import StorageFailed
 from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from coordination_world import FakeWorker, as_task, beginning, whole_ledger
-from listening import until
+from waiting import until
 
 SOON = 20.0
 MERGE = "blocktrain.coordination.live.merge_round"
@@ -149,6 +149,7 @@ def test_a_coordinator_that_is_closed_lets_a_merge_end(tmp_path: Path, monkeypat
         sending = pool.submit(worker.send, worker.joined())
         assert gate.reached.wait(SOON)
         closing = pool.submit(coordinator.close)
+        until(lambda: not coordinator.live.ready, "the beginning of the end")
         with pytest.raises(Late):
             closing.result(0.2)
         gate.open.set()

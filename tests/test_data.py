@@ -65,6 +65,17 @@ def test_a_folder_of_texts_is_gathered_once_and_again_when_it_changes(tmp_path: 
     assert b"changed" in b"".join(parts(open_corpus(str(folder), None, cache)))
 
 
+def test_a_folder_is_read_without_what_is_hidden_and_what_trainings_leave(tmp_path: Path) -> None:
+    (tmp_path / "NOTES.TXT").write_text("the one text\n" * 1000)
+    before = open_corpus(str(tmp_path), None, tmp_path / "cache").hashes
+    run = tmp_path / "runs" / "001-notes"
+    (run / "model").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for path in (run / "config.toml", run / "result.json", run / "model" / "README.md", tmp_path / ".git" / "description.txt"):
+        path.write_text("another text\n" * 1000)
+    assert open_corpus(str(tmp_path), None, tmp_path / "cache").hashes == before
+
+
 def test_the_standard_library_is_a_corpus(tmp_path: Path) -> None:
     corpus = Source("stdlib", None, tmp_path).open()
     assert len(corpus.train) > 3_000_000

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from command import blocktrain, start
+from waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +49,7 @@ class Network:
         self.desk = desk
         self.process: subprocess.Popen[str] | None = None
         self.url = self.folder = ""
+        self.started: list[subprocess.Popen[str]] = []
         self.staying: list[subprocess.Popen[str]] = []
         self.stages: dict[str, str] = {}
 
@@ -55,6 +57,7 @@ class Network:
         """In the background, small, on a free port."""
         words = [*arguments, *TINY, "--data", "my-notes.txt", "--listen", "127.0.0.1:0", "--json"]
         self.process = start(*words, cwd=self.desk)
+        self.started.append(self.process)
         assert self.process.stdout is not None
         said = json.loads(self.process.stdout.readline())
         self.url, self.folder = said["url"], said["folder"]
@@ -69,12 +72,14 @@ class Network:
         return [known.get(a, a) for a in arguments]
 
     def watch(self, arguments: list[str]) -> None:
-        """A command that stays until Ctrl-C."""
-        process = start(*arguments, cwd=self.desk)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+        """A command that shows something, and stays until Ctrl-C."""
+        process = start(*arguments, "--json", cwd=self.desk)
+        self.started.append(process)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+        assert process.wait(PATIENCE) == 130
 
     def serve(self, arguments: list[str]) -> None:
         """A `serve` or `stage`, on a free port. Stages stay, and are known by the address that the documents gave them."""
@@ -84,30 +89,28 @@ class Network:
         named = words.pop(words.index("--listen") + 1) if "--listen" in words else ""
         words = [word for word in words if word != "--listen"]
         process = start(*words, "--listen", "127.0.0.1:0", "--json", cwd=self.desk)
-        self.staying.append(process)
+        self.started.append(process)
         assert process.stdout is not None
         said = json.loads(process.stdout.readline())
         if words[0] == "stage":
+            self.staying.append(process)
             self.stages[named] = said["address"]
         else:
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(PATIENCE) == 0
 
     def stop(self) -> None:
         """Ctrl-C."""
-        for process in self.staying:
+        for process in [*self.staying, *([self.process] if self.process else [])]:
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
-        if self.process is not None:
-            self.process.send_signal(signal.SIGINT)
-            assert self.process.wait(timeout=60) == 0
+            assert process.wait(PATIENCE) == 0
 
 
 @pytest.fixture
 def network(desk: Path) -> Iterator[Network]:
     made = Network(desk)
     yield made
-    for process in [*made.staying, *([made.process] if made.process else [])]:
+    for process in made.started:
         process.kill()
         process.wait()
 
@@ -135,7 +138,7 @@ def unfinished(desk: Path) -> None:
         (newest / name).unlink()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)  # minutes on two cores, and many waits
 def test_every_command_of_the_documents_works(desk: Path, network: Network) -> None:
     first = run(desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY])  # what `make train` leaves
     assert first.returncode == 0, first.stderr

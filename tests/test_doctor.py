@@ -29,12 +29,22 @@ from blocktrain.coordination.diagnosis import Answer, Check, Place
 from blocktrain.coordination.doctor import Patient, examine
 from blocktrain.coordination.server import Listen, running
 from blocktrain.coordination.worker_desk import corpus_folder, footprint
+from blocktrain.terminal import amount
 from command import environment
 from coordination_world import TOKEN, begin, beginning, prepared
+from waiting import PATIENCE
 
 LINE = ["address", "port", "tls", "coordinator"]
 RUN = ["token", "protocol", "fingerprint", "signature", "clock", "round_trip", "download", "upload"]
 WITH_URL = ["python", "torch", "device", *LINE, *RUN, "memory", "disk", "corpus", "speed"]
+
+
+PATIENT_DOCTOR = """
+from blocktrain.coordination import doctor, probes
+doctor.LIMIT, probes.PATIENCE = 200.0, 60.0
+from blocktrain.cli import main
+main()
+"""
 
 
 def found(folder: Path, url: str = "", **more: Any) -> dict[str, Check]:
@@ -44,8 +54,7 @@ def found(folder: Path, url: str = "", **more: Any) -> dict[str, Check]:
 
 def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """`blocktrain doctor` with the right token, in a process that has time."""
-    script = "from blocktrain.coordination import doctor\ndoctor.LIMIT = 200.0\nfrom blocktrain.cli import main\nmain()"
-    words = [sys.executable, "-c", script, "doctor", *arguments]
+    words = [sys.executable, "-c", PATIENT_DOCTOR, "doctor", *arguments]
     env = environment(folder, BLOCKTRAIN_TOKEN=TOKEN, **more)
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
@@ -66,6 +75,7 @@ def require_failure(checks: dict[str, Check], name: str, says: str, fix: str) ->
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may be busy with something else."""
     monkeypatch.setattr(doctor, "LIMIT", 200.0)
+    monkeypatch.setattr(probes, "PATIENCE", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +135,7 @@ def rewriting(url: str, change: Callable[[bytes], bytes]) -> type[BaseHTTPReques
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             headers = {name: self.headers[name] for name in ("Authorization", "Range") if name in self.headers}
-            answer = httpx2.get(url + self.path, headers=headers)
+            answer = httpx2.get(url + self.path, headers=headers, timeout=PATIENCE)
             self.send_response(answer.status_code)
             self.end_headers()
             self.wfile.write(change(answer.content) if self.path == "/v1/run" else answer.content)
@@ -491,4 +501,4 @@ def test_what_figures_are_judged_by() -> None:
     assert "even one step takes longer" in diagnosis.judge_speed(30.0, 20.0, None, 60.0).fix
     assert "a round lasts 60 s" in diagnosis.judge_speed(1.0, 20.0, 100, 60.0).fix
     assert "does not say" in diagnosis.judge_speed(1.0, 0.0, None, 0.0).found
-    assert [diagnosis.amount(n) for n in (5, 999.6, 123456, 2.5e9, 7e13)] == ["5 B", "1 kB", "123 kB", "2.5 GB", "70 TB"]
+    assert [amount(n) for n in (5, 999.6, 123456, 2.5e9, 7e13)] == ["5 B", "1 kB", "123 kB", "2.5 GB", "70 TB"]

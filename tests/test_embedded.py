@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from blocktrain.config import Config
+from blocktrain.coordination.embedded import train_blocks
 from blocktrain.coordination.store import read_ledger
 from blocktrain.errors import RunError
 from blocktrain.events import read_events
@@ -36,7 +37,7 @@ from blocktrain.learning.runs import open_run
 embedded.TASK_STEPS = int(sys.argv[2])
 
 if __name__ == "__main__":
-    run, config, data = open_run(Path(sys.argv[1]))
+    run, config, data, _ = open_run(Path(sys.argv[1]))
     plan = Plan(run, config, Source(data, None, run.folder), reference=sys.argv[3] == "reference", slots=int(sys.argv[4]))
     try:
         embedded.train_blocks(plan, lambda *_: None)
@@ -118,15 +119,29 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: C
     assert here.versions() == 60
 
 
+def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(compose="pool", blocks=1, steps=600)
+    here = Here(tmp_path, config, corpus_folder, task_steps=10)
+    here.disturb(lambda process: os.killpg(process.pid, signal.SIGKILL))
+    for path in (here.run.folder / "state").rglob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    for path in (here.run.folder / "state").rglob("pending.json"):
+        path.unlink()
+    warnings: list[str] = []
+    train_blocks(Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda *_: None, warnings.append)
+    assert len(warnings) == 1 and "optimizer of block 1 is lost" in warnings[0]
+    assert {e["block"] for e in read_events(here.run.events) if e["kind"] == "state_lost"} == {1}
+
+
 def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
     config = tiny_config(blocks=3, steps=8)
     here = Here(tmp_path, config, corpus_folder, task_steps=3, reference=True, slots=3)
     here.finish()
     events = read_events(here.run.events)
     assert {e["block"] for e in events if e["kind"] == "step"} == {0, 1, 2, 3}
-    done = {e["block"]: e for e in events if e["kind"] == "block_done"}
-    assert set(done) == {0, 1, 2, 3}
-    assert all(e["step"] == 8 and e["seconds"] >= 0 and e["peak_mb"] > 0 for e in done.values())
+    done = {(e["block"], e["step"]): e for e in events if e["kind"] == "trained"}
+    assert set(done) == {(0, 8), *((block, step) for block in (1, 2, 3) for step in (3, 6, 8))}
+    assert all(e["seconds"] > 0 and e["peak_mb"] > 0 for e in done.values())
 
     here.finish()  # nothing is left to do
     assert here.versions() == 9
@@ -135,6 +150,9 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, 
     assert result["valid_ce"]["composed"] == result["valid_ce"]["fuse"]
     assert result["gap"] == pytest.approx(result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=2e-5)
     assert read_json(here.run.folder / "result.json") == result
+    for number in (1, 2, 3):
+        spent = sum(e["seconds"] for (of, _), e in done.items() if of == number)
+        assert result["seconds"][f"block-{number}"] == pytest.approx(spent, abs=0.06), "of all tasks, whatever process had them"
 
     expected = [alone(config, index, corpus) for index in (1, 2)]
     expected.append(alone(config, 3, corpus, expected))

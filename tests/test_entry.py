@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import random
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial, wraps
@@ -33,6 +32,7 @@ from blocktrain.serving.readers import AnswerFailed
 from blocktrain.serving.stage import Stage
 from conftest import random_model, tiny_config
 from served import saved
+from waiting import happening
 
 CPU = torch.device("cpu")
 CONTEXT = 16
@@ -111,13 +111,6 @@ def alone(model: Model, count: int = 40, length: int = 10, seed: int = 0) -> byt
     return bytes(autoregressive(model.scorer(seed=seed), PROMPT[:length], count, CONTEXT, Sampler(seed), CPU))
 
 
-async def until(true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        await asyncio.sleep(0.01)
-
-
 def reader_of(stages: Sequence[Stage]) -> Stage:
     """The stage that has the answer's session."""
     return next(stage for stage in stages if stage.sessions)
@@ -147,7 +140,7 @@ async def test_one_host_or_many_write_what_generate_writes(runs: dict[str, Path]
             for sweeps in (1, 3):
                 asked = (model.scorer(), model.drafter(), PROMPT[:length], count, CONTEXT, Sampler(3), sweeps, CPU)
                 assert (await write(entry, count, length, mode="sweep", sweeps=sweeps, seed=3))[0] == bytes(sweep(*asked))
-        await until(lambda: not any(stage.sessions for stage in stages))
+        await happening(lambda: not any(stage.sessions for stage in stages))
 
 
 @in_a_loop
@@ -189,7 +182,7 @@ async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]
         for seed, (text, _) in enumerate(found):
             assert text == alone(FUSE, 14, seed=seed)
         assert entry.status()["sessions"] == 0
-        await until(lambda: not any(stage.sessions for stage in stages))
+        await happening(lambda: not any(stage.sessions for stage in stages))
 
 
 @in_a_loop
@@ -207,12 +200,12 @@ async def test_closing_an_answer_frees_its_sessions(runs: dict[str, Path]) -> No
             await anext(pieces)
             assert [stage.sessions for stage in stages] == [1, 1]
             assert entry.status()["sessions"] == 1
-        await until(lambda: not any(stage.sessions for stage in stages))
+        await happening(lambda: not any(stage.sessions for stage in stages))
         task = asyncio.create_task(write(entry, 4000))
-        await until(lambda: all(stage.sessions for stage in stages))
+        await happening(lambda: all(stage.sessions for stage in stages))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not any(stage.sessions for stage in stages))
+        await happening(lambda: not any(stage.sessions for stage in stages))
         assert entry.status()["sessions"] == 0
         assert (await write(entry))[0] == alone(FUSE)
 
@@ -361,7 +354,7 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
 
         async def come_back() -> None:
             await back.start(port=port)
-            await until(lambda: entry.route.lines[1].alive)
+            await happening(lambda: entry.route.lines[1].alive)
 
         async with aclosing(entry.generate(Request(PROMPT[:10], 4000))) as pieces:
             piece = await anext(pieces)
@@ -384,7 +377,7 @@ async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(runs: di
             assert line.alive
             for peer in list(stages[1]._friends):
                 peer.transport.abort()
-            await until(lambda: not line.alive)
+            await happening(lambda: not line.alive)
 
         text, stats = await interrupted(entry, 8, hiccup)
         assert (text, stats.degraded, stats.failovers) == (alone(FUSE), (), 1)
@@ -398,7 +391,7 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
     monkeypatch.setattr(route, "GHOST_SECONDS", 600.0)
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="block 3"):
-            await asyncio.wait_for(interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=2.0), 60)
+            await asyncio.wait_for(interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60)
         monkeypatch.undo()
         text, stats = await write(entry, 5)
         assert (len(text), stats.degraded) == (5, (3,))
@@ -418,7 +411,7 @@ async def test_an_answer_that_takes_longer_than_its_deadline_fails(runs: dict[st
         mute(stages[0])
         with pytest.raises(AnswerFailed, match="not complete after"):
             await write(entry, 1, deadline=0.3, **asked)
-        await until(lambda: not stages[0].sessions and not entry.status()["sessions"])
+        await happening(lambda: not stages[0].sessions and not entry.status()["sessions"])
 
 
 def mute(stage: Stage) -> None:
@@ -428,7 +421,7 @@ def mute(stage: Stage) -> None:
 
 @in_a_loop
 async def test_a_stage_that_hangs_is_left_for_another_holder(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fan, "HANG_SECONDS", 1.5)
+    monkeypatch.setattr(fan, "HANG_SECONDS", 5.0)
     async with serving(runs["fuse"], (2, 3), (2, 3)) as (entry, stages):
 
         async def hang() -> None:
@@ -460,7 +453,7 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
     assert (await write(entry, 5))[1].wire_bytes == 0
     stage = Stage(load_holding(runs["fuse"], (2, 3), CPU))
     await stage.start(port=port)
-    await until(lambda: entry.route.lines[0].alive)
+    await happening(lambda: entry.route.lines[0].alive)
     text, stats = await write(entry, 5)
     assert text == alone(FUSE, 5)
     assert stats.wire_bytes > 0
@@ -488,7 +481,7 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(runs: dict[str, Path], nam
         else:
             with pytest.raises(ConfigError, match="edm"):
                 await write(entry, mode="sweep")
-        await until(lambda: not any(stage.sessions for stage in stages))
+        await happening(lambda: not any(stage.sessions for stage in stages))
 
 
 @pytest.mark.parametrize("held", [(), ((1, 2), (3, 4))])
@@ -512,6 +505,6 @@ async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(runs:
             await write(entry, mode="autoregressive")
         back = Stage(load_holding(runs["euler"], (2, 3), CPU))
         await back.start(port=port)
-        await until(lambda: entry.route.lines[1].alive)
+        await happening(lambda: entry.route.lines[1].alive)
         assert (await write(entry, 6, mode="autoregressive"))[0] == alone(MODELS["euler"], 6)
         await back.aclose()

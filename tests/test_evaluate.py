@@ -19,7 +19,7 @@ from blocktrain.learning.evaluate import (
     position_noise_row,
     text_bits,
 )
-from conftest import random_model, tiny_config
+from conftest import random_model, tiny_config, train_block
 
 MODELS = {
     "fuse": random_model(tiny_config()),
@@ -113,6 +113,16 @@ def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corp
     weights = fit_pool_weights(Model(config, [*trained.blocks[:2], stranger]), corpus.calibration)
     assert (weights > 0).all()
     assert weights[2] < 0.1 * weights[:2].min()
+
+
+def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> None:
+    """Their best weights are of both signs: those that are positive are good only together with the others."""
+    config = tiny_config(compose="pool", blocks=12, steps=40, data_order="shared")
+    blocks = [train_block(config, n, corpus) for n in range(1, 13)]
+    weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
+    assert (weights > 0).all() and weights.min() == pytest.approx(1e-3)
+    equal, fitted = (evaluate(Model(config, blocks, None, w), corpus.calibration)["pool"] for w in (None, weights))
+    assert fitted < equal
 
 
 def test_bits_of_a_text_under_a_block(corpus: Corpus) -> None:

@@ -26,7 +26,8 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Refused
 from command import blocktrain, start
 from coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin, beginning, crash
-from listening import Reader, fetch, parse, until
+from listening import Reader, fetch, parse
+from waiting import until
 
 LONG = 200.0  # seconds of the run's clock: nobody who was silent for so long is alive
 
@@ -224,7 +225,7 @@ def test_a_log_from_another_hand_is_read_as_far_as_it_goes(tmp_path: Path) -> No
 
 
 def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(web, "BODY_SECONDS", 4.0)  # one who reads, on a busy machine, has this long for a line's buffer
     monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
     with serving(tmp_path) as (coordinator, url, _), socket.socket() as deaf, ExitStack() as stack:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -236,11 +237,13 @@ def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(tmp_path: Path, mo
         reader.wait("ready")
         until(lambda: b"blocktrain_listeners 2.0" in fetch(url, "/metrics")[2], "two listeners")
         count = 0
-        while b"blocktrain_listeners 1.0" not in fetch(url, "/metrics")[2]:
-            assert count < 60 * 100, "nobody was hung up on"
+        for _ in range(20):  # more than the buffers of a line hold
             for _ in range(60):
                 coordinator.feed.put("refused", sentence="x" * 8000, number=(count := count + 1))
             reader.wait("refused", number=count)
+        until(lambda: b"blocktrain_listeners 1.0" in fetch(url, "/metrics")[2], "the end of the one who does not read")
+        coordinator.feed.put("refused", sentence="after it", number=(count := count + 1))
+        reader.wait("refused", number=count)
         assert [e["number"] for e in reader.of("refused")] == list(range(1, count + 1))
         assert not reader.ended
 
@@ -260,6 +263,7 @@ def test_a_listener_that_leaves_events_lying_gets_no_more() -> None:
 def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_api, "MAX_LISTENERS", 3)
     monkeypatch.setattr(http_api, "MAX_FROM_ONE", 3)
+    monkeypatch.setattr(web, "FINISH_SECONDS", 600.0)
     with serving(tmp_path) as (_, url, client), ExitStack() as stack:
         readers = [Reader(url) for _ in range(3)]
         for reader in readers:
@@ -273,7 +277,7 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(tmp_path: Path, 
         readers[0].close()
         until(lambda: fetch(url, "/v1/events?follow=0")[0] == 200, "a seat that is free again")
         began = time.monotonic()
-    assert time.monotonic() - began < 4, "the server waited for streams that have no end"
+    assert time.monotonic() - began < 120, "the server waited for streams that have no end"
     assert all(reader.ended for reader in readers[1:])
 
 

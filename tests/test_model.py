@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import Model
-from blocktrain.learning.model import MIN_ROWS, Cache, build_block, build_reference, pool, target_table
+from blocktrain.learning.model import MIN_ROWS, Cache, build_block, build_reference, pool, target_table, to_the_next
 from conftest import random_model, tiny_config
 
 CONTEXT = 72  # longer than two tiles of the attention kernel, and no multiple of one
@@ -153,6 +153,31 @@ def test_fusion_starts_exactly_as_the_pool() -> None:
     assert torch.equal(fusion.fuse(TEXT, features, kept), readout(readout.normed(features), kept))
 
 
+def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> None:
+    fusion, features, kept = FUSE.fusion, FUSE.all_features(TEXT), torch.ones(2, 1)
+    assert fusion is not None
+    changed = features.clone()
+    changed[0, :, 40] += 1
+    before, after = fusion.fuse(TEXT, features, kept), fusion.fuse(TEXT, changed, kept)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.allclose(before[:, 40], after[:, 40])
+    handed = to_the_next(features[0], None)
+    assert torch.equal(handed[:, 1:], features[0, :, :-1]) and not handed[:, 0].any()
+
+
+def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:
+    config = tiny_config(context=CONTEXT)
+    fusion = build_block(config, config.blocks)
+    fusion.readout.copy_from(FUSE.blocks)
+    fusion.load_state_dict({n: torch.randn_like(t) if n.startswith("layers") else t for n, t in fusion.state_dict().items()})
+    features, kept = FUSE.all_features(TEXT), torch.tensor([[0.0], [1.0]])
+    before = fusion.fuse(TEXT, features, kept)
+    with torch.no_grad():
+        fusion.correct.weight[:, : config.width] = 0  # onto the features of block 1
+    assert not torch.allclose(fusion.fuse(TEXT, features, kept), before)
+    assert torch.equal(fusion.fuse(TEXT, features, kept), fusion.fuse(TEXT, features * kept[:, :, None, None], kept))
+
+
 def test_one_product_pools_as_the_mean_of_log_probabilities_does() -> None:
     readout, features = Model(FUSE.config, FUSE.blocks).readout(), FUSE.all_features(TEXT)
     readout.weights.copy_(torch.tensor([0.3, 0.8]))
@@ -207,7 +232,7 @@ def test_only_denoising_blocks_hold_what_reads_z() -> None:
 
     plain = {"embed", "layers", "norm", "head"}
     assert names(tiny_config()) == plain
-    assert names(tiny_config(), 3) == {"embed", "layers", "readout", "mix", "correct"}
+    assert names(tiny_config(), 3) == {"embed", "layers", "readout", "mix", "correct", "hand_on"}
     assert names(tiny_config(compose="pool", objective="denoise")) == plain | {"z_in", "noise_in"}
     paper = {"compose": "euler", "objective": "denoise", "skip": "edm"}
     assert names(tiny_config(**paper)) == plain | {"z_in", "noise_in", "z_out"}

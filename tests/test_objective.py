@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from blocktrain.learning.compose import Model
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.model import build_block, target_table
-from blocktrain.learning.objective import denoise_logits, denoise_loss, fusion_loss, next_loss, read_features
+from blocktrain.learning.objective import denoise_logits, denoise_loss, fusion_loss, next_loss, read_features, training_levels
 from blocktrain.learning.train import Trainer
 from conftest import random_model, tiny_config
 
@@ -70,6 +70,15 @@ def test_only_edm_weighs_its_loss() -> None:
     edm = tiny_config(objective="denoise", compose="euler", skip="edm")
     loss = denoise_loss(build_block(edm, 1), target_table(edm), TOKENS, edm, 1, draws())
     assert loss.total.item() > 3.5 * loss.ce.item()  # the weight is above 1 / sigma_data^2 = 4 at every level
+
+
+def test_only_the_tail_goes_below_the_lowest_noise() -> None:
+    config = tiny_config(objective="denoise", compose="euler", tail=4, tail_sigma_min=0.1, gamma=0.0)
+    uniform = torch.linspace(0, 0.999, 8)
+    plain = training_levels(config, 3, uniform, 16, 0)
+    levels = training_levels(config, 3, uniform, 16, 4)
+    assert torch.equal(levels[:, :12], plain[:, None].expand(8, 12)) and plain.min() >= 1
+    assert levels[:, 12:].min() < 0.11 and levels[0, 12] < 1 <= levels[0, 11]
 
 
 def test_a_tail_trains_its_mask_and_only_in_its_share() -> None:

@@ -6,8 +6,7 @@ import json
 import re
 import runpy
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -27,7 +26,8 @@ from blocktrain.serving.entry import Piece, Stats
 from blocktrain.serving.gate import read_keys
 from blocktrain.serving.openai_messages import ApiError, Completion, Writing, read_completion
 from command import blocktrain
-from served import PATIENCE, Process, a_model, saved, started
+from served import Process, a_model, saved, started
+from waiting import PATIENCE, until
 
 KEY = "a-key-for-the-tests"
 TEMPERATURE = 0.8  # of `blocktrain generate` and of the API, unless they are told
@@ -71,13 +71,6 @@ def expected(model: Model, prompt: bytes, count: int, seed: int, temperature: fl
     sampler = Sampler(seed, temperature)
     written = bytes(autoregressive(model.scorer(seed=seed), prompt, count, model.config.context, sampler, model.device))
     return written.decode(errors="replace")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_model_is_listed(alone: Process) -> None:
@@ -247,7 +240,9 @@ def test_bodies_that_are_none(alone: Process, headers: dict[str, str], body: byt
 
 
 def test_a_body_without_a_length_is_refused(alone: Process) -> None:
-    answer = httpx2.post(f"{alone.url}/v1/completions", content=iter([b"{}"]), headers={"Content-Type": "application/json"})
+    answer = httpx2.post(
+        f"{alone.url}/v1/completions", content=iter([b"{}"]), headers={"Content-Type": "application/json"}, timeout=PATIENCE
+    )
     assert answer.status_code == 411
 
 
@@ -271,10 +266,11 @@ def raw(process: Process, headers: dict[str, str], body: bytes) -> str:
 
 def test_without_a_key_nobody_gets_in(guarded: Process) -> None:
     for path in ("/v1/models", "/v1/status", "/metrics"):
-        assert httpx2.get(guarded.url + path).status_code == 401
+        assert httpx2.get(guarded.url + path, timeout=PATIENCE).status_code == 401
     for path in ("/healthz", "/", "/page/page.js"):
-        assert httpx2.get(guarded.url + path).status_code == 200
-    assert "wants an API key" in httpx2.post(f"{guarded.url}/v1/completions", json={"model": "small"}).json()["error"]["message"]
+        assert httpx2.get(guarded.url + path, timeout=PATIENCE).status_code == 200
+    answer = httpx2.post(f"{guarded.url}/v1/completions", json={"model": "small"}, timeout=PATIENCE)
+    assert "wants an API key" in answer.json()["error"]["message"]
     with client(guarded, "another-key-of-mine") as api, pytest.raises(openai.AuthenticationError, match="none of the API keys"):
         api.completions.create(model="small", prompt="a")
     with client(guarded) as api:
@@ -299,7 +295,7 @@ def test_who_hangs_up_is_not_written_for_any_more(guarded: Process) -> None:
 
 
 def metric(process: Process, name: str, **headers: str) -> float:
-    text = httpx2.get(f"{process.url}/metrics", headers=headers).text
+    text = httpx2.get(f"{process.url}/metrics", headers=headers, timeout=PATIENCE).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return sum(sample.value for sample in samples if sample.name == name)
 
@@ -345,7 +341,7 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
             answer = api.completions.create(model="small", prompt="the ", max_tokens=20, seed=9)
             assert answer.model_extra is not None and answer.model_extra["blocktrain"]["degraded"] == [3]
             assert metric(entry, "blocktrain_host_alive") == 1
-            assert httpx2.get(f"{entry.url}/healthz").json() == {"ok": True, "model": "small", "missing_blocks": [3]}
+            assert httpx2.get(f"{entry.url}/healthz", timeout=PATIENCE).json() == {"ok": True, "model": "small", "missing_blocks": [3]}
             assert entry.interrupt() == 0
 
 

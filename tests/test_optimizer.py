@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -55,3 +58,16 @@ def test_every_parameter_is_remembered_by_its_own_optimizer() -> None:
     assert all(torch.equal(t, kept[name]) for name, t in optimizer.moments().items())
     optimizer.restore({})
     assert optimizer.moments() == {}
+
+
+def test_training_does_not_wait_for_the_compiler_of_torch() -> None:
+    code = """
+import sys, numpy
+from blocktrain.config import Config
+from blocktrain.learning.train import Trainer
+trainer = Trainer(Config(width=8, heads=2, context=8, batch=1, optimizer="muon", steps=2), 1)
+list(trainer.run(numpy.arange(100, dtype=numpy.uint8), 2))
+moments = {name.split(".")[0] for name in trainer.moments()}
+sys.exit("torch._dynamo" in sys.modules or not moments > {"momentum", "exp_avg"})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -488,9 +488,9 @@ def trickled(place: Place, head: bytes, content: bytes) -> bytes:
 
 
 def test_a_body_that_comes_in_drops_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = place.worker().joined()
     monkeypatch.setattr(web, "BODY_SECONDS", 0.4)
     monkeypatch.setattr(web, "MIN_RATE", 1 << 20)
-    task = place.worker().joined()
     authorization = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     post = f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Length: 60000\r\n\r\n"
     put = f"PUT /v1/uploads/{task.task}/0 HTTP/1.1\r\n{authorization}{m.TICKET_HEADER}: {task.ticket}\r\nContent-Length: 1024\r\n\r\n"
@@ -509,6 +509,7 @@ def test_headers_that_never_end_are_hung_up_on(place: Place, monkeypatch: pytest
     assert trickled(place, first, b"X-Slow: " + b"x" * 5000 if first else b"") == b""
     assert time.monotonic() - began < 30
     assert snapshot(place.coordinator) == before
+    monkeypatch.undo()
     assert place.http.get("/v1/status").status_code == 200, "others are served"
 
 

@@ -18,7 +18,7 @@ from blocktrain.errors import RunError
 from blocktrain.events import EventLog
 from blocktrain.learning.data import Source
 from blocktrain.learning.local import Plan, complete
-from blocktrain.learning.runs import create_run
+from blocktrain.learning.runs import create_run, open_run
 from blocktrain.report import write_report
 
 TINY = {"blocks": 3, "layers_per_block": 1, "width": 32, "steps": 20, "context": 32, "batch": 4}
@@ -94,7 +94,7 @@ def test_fused_run_with_reference(fused: Path) -> None:
     ce = json.loads((fused / "result.json").read_text())["valid_ce"]["composed"]
     for number in (f"{ce:.4f}", f"{ce / math.log(2):.4f}", f"{math.exp(ce):.4f}"):
         assert f"<td>{number}</td>" in source
-    for command in ("blocktrain evaluate run --data", "blocktrain generate run --prompt", "blocktrain train --config run/config.toml"):
+    for command in ("blocktrain evaluate run", "blocktrain generate run --prompt", "blocktrain train --config run/config.toml"):
         assert command in page.text
     assert "20 *" in page.text and "feature_dropout" in page.text
 
@@ -176,8 +176,10 @@ def test_resumed_block_repeats_steps(fused: Path, tmp_path: Path) -> None:
 
 def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
     folder = _changed(paper, tmp_path / "many", valid_ce={"composed": 1.0} | {f"euler_{n}": 2 - n / 64 for n in range(1, 65)})
-    config = (folder / "config.toml").read_text().replace("blocks = 3", "blocks = 64")
-    (folder / "config.toml").write_text(config)
+    _, config, data, reference = open_run(folder)
+    (folder / "config.toml").unlink()
+    create = create_run(tmp_path / "larger", config.replace(blocks=64), data, reference=reference)
+    shutil.move(create.folder / "config.toml", folder / "config.toml")
     source, page = _report(folder)
     drawn = source[source.index('id="ce"') : source.index('id="ranges"')]
     assert drawn.count("path after block") == 24

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,8 @@ from blocktrain.serving.stage import Stage
 from blocktrain.serving_commands import Post
 from conftest import random_model, tiny_config
 from coordination_world import TOKEN, Clock, beginning
-from served import PATIENCE, saved, started
+from served import saved, started
+from waiting import PATIENCE, happening, until
 
 MODEL = random_model(tiny_config(blocks=4))
 HERE = ("--listen", "127.0.0.1:0")
@@ -69,13 +68,6 @@ def test_what_is_no_address_is_refused(address: str) -> None:
     assert refused.value.code == Code.MALFORMED
 
 
-async def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true in time"
-        await asyncio.sleep(0.01)
-
-
 async def write(entry: Entry) -> tuple[bytes, int]:
     pieces = [piece async for piece in entry.generate(Request(b"the ", 8))]
     return b"".join(piece.text for piece in pieces), pieces[-1].stats.wire_bytes
@@ -101,14 +93,14 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(run: Path, monke
         await entry.start()
         assert entry.status()["hosts"] == [] and await write(entry) == (expected, 0)
         listed = ["nowhere:99999", stage.address]
-        await until(lambda: [host["alive"] for host in entry.status()["hosts"]] == [True])
+        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [True])
         listed = None
         text, wire_bytes = await write(entry)
         assert text == expected and wire_bytes > 0
         await stage.aclose()
-        await until(lambda: [host["alive"] for host in entry.status()["hosts"]] == [False])
+        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [False])
         listed = []
-        await until(lambda: entry.status()["hosts"] == [])
+        await happening(lambda: entry.status()["hosts"] == [])
         assert await write(entry) == (expected, 0)
         await entry.aclose()
 
@@ -126,10 +118,7 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
             closing(HttpClient(url, TOKEN)) as client,
         ):
             told = notice(stage.said["address"], stage.said["model"])
-            deadline = time.monotonic() + PATIENCE
-            while client.stages().stages != (told,):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: client.stages().stages == (told,), "its announcement")
             with started("serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path) as entry:
                 (host,) = entry.status()["hosts"]
                 assert (host["name"], host["alive"], host["blocks"]) == (stage.said["address"], True, [2, 3])

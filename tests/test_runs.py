@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from blocktrain.config import make_config, read_settings
 from blocktrain.errors import BlockTrainError, RunError
 from blocktrain.events import EventLog, read_events
 from blocktrain.files import write_atomic
@@ -38,8 +39,10 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_what_is_read(finished: Path) -> None:
-    run, config, data = open_run(finished)
-    assert (run.folder, config, data) == (finished, MODEL.config, "stdlib")
+    run, config, data, reference = open_run(finished)
+    assert (run.folder, config, data, reference) == (finished, MODEL.config, "stdlib", False)
+    settings, told = read_settings(finished / "config.toml")  # which --config of another run may name
+    assert make_config(settings) == config and told["data"] == "stdlib"
     model = load_model(finished, CPU)
     assert model.config == MODEL.config
     assert model.pool_weights is not None and model.pool_weights.tolist() == [0.75]
@@ -100,10 +103,10 @@ def foreign(folder: Path) -> None:
         (flip_a_byte, "block-1.safetensors is damaged or foreign: its hash"),
         (swap_blocks, "block-1.safetensors is damaged or foreign: its hash"),
         (lose_a_block, "block-2.safetensors is missing"),
-        (change("format", "blocktrain-model-2"), r"format this version reads \(blocktrain-model-1\)"),
+        (change("format", "blocktrain-model-1"), r"format this version reads \(blocktrain-model-2\)"),
         (change("files", None), "not a BlockTrain model"),
         (change("settings", {"blocks": 0}), "blocks: "),
-        (change("settings", {**MODEL.config.model_dump(), "width": 32}), "does not fit this model"),
+        (change("settings", {**MODEL.config.model_dump(), "width": 32}), "was changed"),
         (change("pool_weights", "a"), "pool_weights"),
         (change("pool_weights", [1.0, 2.0]), "pool_weights"),
         (garble, "cannot read .*config.json"),
@@ -125,9 +128,16 @@ def test_a_folder_that_is_no_run(tmp_path: Path, folder: Path) -> None:
             open_run(path)
         with pytest.raises(RunError, match="it is not a run folder"):
             load_model(path, CPU)
-    (folder / "config.toml").write_text("data = 'stdlib'\nblocks = 0\n")
-    with pytest.raises(BlockTrainError, match="blocks: "):
-        open_run(folder)
+    path = folder / "config.toml"
+    for change, sentence in (
+        ("", "does not say data, reference and fingerprint"),
+        (path.read_text() + "colour = 1\ntaste = 2\n", "unknown setting 'colour', 'taste'; known"),
+        (path.read_text().replace("blocks = ", "blocks = -"), "blocks: "),
+        (path.read_text().replace("seed = 0", "seed = 5"), "was changed"),
+    ):
+        path.write_text(change)
+        with pytest.raises(RunError, match=sentence):
+            open_run(folder)
 
 
 def test_a_block_of_another_shape_or_cut_short_is_refused(folder: Path) -> None:

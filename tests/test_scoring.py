@@ -26,8 +26,8 @@ from blocktrain.learning.evaluate import context_predictors, cross_entropies, ev
 from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.messages import BlockVersion
 from coordination_world import FakeWorker, as_task, begin
-from listening import until
 from small_run import CONFIG, play
+from waiting import until
 
 LONG = 500.0  # seconds; a scorer gives way to everything else on a busy machine
 pytestmark = pytest.mark.timeout(600)

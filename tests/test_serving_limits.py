@@ -20,7 +20,8 @@ from blocktrain.serving import gate, openai_api
 from blocktrain.serving.entry import Entry
 from blocktrain.serving.openai_api import Rules, build_app
 from blocktrain.web import AppServer, Where
-from served import PATIENCE, a_model, saved
+from served import a_model, saved
+from waiting import PATIENCE
 
 LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
 SHORT = {"model": "small", "max_tokens": 4, "mode": "autoregressive"}
@@ -88,7 +89,7 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "BODY_SECONDS", 1.0)
+    monkeypatch.setattr(web, "BODY_SECONDS", 4.0)  # all of them are there before the first is given up
     monkeypatch.setattr(gate, "MAX_FROM_ONE", 20)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:

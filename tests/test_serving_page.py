@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Corpus
 from browser import CHROMIUM, Visit, browsing, picture, visiting
-from served import PATIENCE, Process, a_model, saved, started
+from served import Process, a_model, saved, started
+from waiting import until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -165,10 +165,7 @@ def test_stop_frees_the_hosts(browser: Browser, entry: Process, how: str) -> Non
         visit.waits_for("#ending", "Stopped after")
         page.locator("#text:not([readonly])").wait_for()
         assert len(page.input_value("#text")) > 4
-    deadline = time.monotonic() + PATIENCE
-    while entry.status()["sessions"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not entry.status()["sessions"], "the end of the answer")
 
 
 def test_the_keyboard_is_enough(browser: Browser, entry: Process) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -17,7 +18,8 @@ from blocktrain.bench.hosts import hosts, namespaces_possible
 from blocktrain.bench.shaper import BUFFER, Counters, Fate, Link, Shaped, fates, shaped
 from blocktrain.errors import ConfigError
 
-SLACK = 0.06  # seconds that a busy machine may be late; never early
+SLACK = 0.06  # seconds that a machine may be late; never early
+TRIES = 3  # of which one must be in time: the machine may stand still for a while
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +75,17 @@ def sink(connection: socket.socket, size: int) -> float:
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_round_trip_takes_its_time_and_connecting_one_more(server: int, apart: bool) -> None:
     with shaped("127.0.0.1", server, Link(rtt_ms=60), apart=apart) as line:
-        begun = time.monotonic()
         with connect(line, b"e") as connection:
-            echo(connection)
-            assert 0.119 <= time.monotonic() - begun <= 0.12 + 2 * SLACK
-            took = [echo(connection) for _ in range(5)]
-        assert min(took) >= 0.059
-        assert min(took) <= 0.06 + SLACK / 4
-        assert line.counters() == Counters(up=7, down=6, connections=1)
+            took = [echo(connection) for _ in range(6)]
+            assert line.counters() == Counters(up=7, down=6, connections=1)
+        assert 0.059 <= min(took) <= 0.06 + SLACK / 4
+        connecting = []
+        for _ in range(TRIES):
+            begun = time.monotonic()
+            with connect(line, b"e") as connection:
+                echo(connection)
+                connecting.append(time.monotonic() - begun)
+        assert 0.119 <= min(connecting) <= 0.12 + SLACK
 
 
 def test_jitter_delays_and_never_reorders(server: int) -> None:
@@ -98,19 +103,17 @@ def test_jitter_delays_and_never_reorders(server: int) -> None:
 def test_connections_share_the_bandwidth(server: int) -> None:
     size, mbit = 1_500_000, 40
     with shaped("127.0.0.1", server, Link(mbit=mbit)) as line:
-        with connect(line, b"s") as alone:
-            took = sink(alone, size)
-        assert size * 8 / mbit / 1e6 * 0.97 <= took <= size * 8 / mbit / 1e6 + 2 * SLACK
-        times: list[float] = []
-        with connect(line, b"s") as one, connect(line, b"s") as other:
-            both = [threading.Thread(target=lambda c=c: times.append(sink(c, size))) for c in (one, other)]
-            for thread in both:
-                thread.start()
-            for thread in both:
-                thread.join()
-        assert len(times) == 2
-        assert min(times) >= 2 * took * 0.75  # neither went ahead of the other
-        assert max(times) <= 2 * took + 4 * SLACK
+        least = size * 8 / mbit / 1e6
+        alone: list[float] = []
+        together: list[list[float]] = []
+        for _ in range(TRIES):
+            with connect(line, b"s") as connection:
+                alone.append(sink(connection, size))
+            with connect(line, b"s") as one, connect(line, b"s") as other, ThreadPoolExecutor(2) as both:
+                together.append(list(both.map(lambda connection: sink(connection, size), (one, other))))
+        assert least * 0.97 <= min(alone) <= least + 2 * SLACK
+        assert max(map(min, together)) >= 2 * least * 0.75  # neither went ahead of the other
+        assert 2 * least * 0.97 <= min(map(max, together)) <= 2 * least + 4 * SLACK
 
 
 def test_what_befalls_a_segment_is_a_function_of_the_seed() -> None:
@@ -209,12 +212,15 @@ for _ in range(5):
     line.recv(1)
     took.append(time.monotonic() - begun)
 print(min(took))
-line = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
-begun = time.monotonic()
-line.sendall(b"s" + bytes(3_000_000))
-line.shutdown(socket.SHUT_WR)
-line.recv(10)
-print(time.monotonic() - begun)
+took = []
+for _ in range(3):
+    line = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20)
+    begun = time.monotonic()
+    line.sendall(b"s" + bytes(3_000_000))
+    line.shutdown(socket.SHUT_WR)
+    line.recv(10)
+    took.append(time.monotonic() - begun)
+print(min(took))
 print(len(socket.if_nameindex()))
 """
 
@@ -236,7 +242,7 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
             assert process.returncode == 0
             assert 0.029 <= float(round_trip) <= 0.03 + SLACK
             assert 0.5 <= float(upload) <= 1.2  # 0.6 s at 40 Mbit, each for itself, less a burst
-            assert host.shaped.counters().up >= 3_000_000
+            assert host.shaped.counters().up >= 9_000_000
             if kind == "namespaces":
                 assert int(interfaces) == 2  # loopback and the cable
 

@@ -24,7 +24,7 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, beginning, crash, snapshot, whole_ledger
-from listening import PATIENCE, until
+from waiting import PATIENCE, until
 
 HOUR = 3600.0
 Address = tuple[str, int]
@@ -248,7 +248,7 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(tmp_path: Path, monkey
         assert [line.recv(3) for line in lines] == [b"200"] * 3
         assert reader().recv(3) == b"429", "a download counts until it is over"
         assert is_served(url), "others are served"
-        assert dict(door.moving) == {"127.0.0.2": 3}
+        until(lambda: dict(door.moving) == {"127.0.0.2": 3}, "three that are still counted")
         for line in lines:
             line.close()
         until(lambda: not door.moving and not door.served, "room after they have gone")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocktrain.config import Schedule
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.model import build_block
@@ -163,7 +164,7 @@ def test_devices_that_are_not_there_are_refused_in_a_sentence() -> None:
 
 
 @given(st.integers(1, 500), st.integers(0, 80), st.sampled_from(["cosine", "linear", "constant"]))
-def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int, warmup: int, schedule: str) -> None:
+def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int, warmup: int, schedule: Schedule) -> None:
     rates = [learning_rate(step, steps, 2.0, warmup, schedule) for step in range(steps)]
     top = min(warmup, steps // 10)
     assert all(0 < rate <= 2.0 for rate in rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from blocktrain.config import Config
 from blocktrain.coordination import worker as worker_module
+from blocktrain.coordination import worker_command
 from blocktrain.coordination.client import Calls, HttpClient, LocalClient
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
 from blocktrain.coordination.policy import Policy
@@ -32,7 +34,9 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.identity import Identity, new_identity
 from blocktrain.protocol.refusals import Code, Refused
+from command import start
 from conftest import tiny_config
+from waiting import PATIENCE, until
 
 Told = list[tuple[str, dict[str, Any]]]
 
@@ -395,12 +399,21 @@ def test_amounts_of_memory() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_leaves_when_it_is_told_to(
-    place: Callable[..., Place], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    place: Callable[..., Place],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
+    monkeypatch.setattr(worker_command, "STOP_SECONDS", 600.0)  # it would end this very process
     here = place(Policy.exact(20), blocks=2, steps=10**6)
     with running(here.coordinator, Listen(token="secret")) as url:
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), number))
-        timer.start()
+
+        def tell() -> None:
+            until(here.updates)
+            os.kill(os.getpid(), number)
+
+        threading.Thread(target=tell).start()
         assert run_worker(WorkerOptions(url, "secret", "cpu", "1GB", "here", tmp_path / "cache", None, True)) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kinds = [event["kind"] for event in events]
@@ -408,4 +421,35 @@ def test_the_command_leaves_when_it_is_told_to(
     assert kinds[-1] == "left"
     assert ("leaving" in kinds) == (number == signal.SIGINT)
     if number == signal.SIGINT:
-        assert kinds[-2] == "accepted"
+        assert [kind for kind in kinds if kind != "leaving"][-2] == "accepted"
+
+
+def test_signals_count_also_when_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C also ends the `tee` that a worker writes to."""
+
+    def told(kind: str, /, **_: object) -> None:
+        raise BrokenPipeError
+
+    screen = worker_command.JsonLines()
+    monkeypatch.setattr(screen, "told", told)
+    monkeypatch.setattr(worker_command, "STOP_SECONDS", 600.0)  # it would end this very process
+    with worker_command._signals(screen) as asked:
+        os.kill(os.getpid(), signal.SIGINT)
+        until(asked.finishing.is_set)
+        assert not asked.stopping.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        until(asked.stopping.is_set)
+
+
+def test_the_command_ends_in_a_call_that_nobody_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(PATIENCE)
+        worker = start("worker", f"http://127.0.0.1:{silent.getsockname()[1]}", "--device", "cpu", "--json", cwd=tmp_path)
+        line, _ = silent.accept()
+        with line:
+            try:
+                worker.terminate()
+                assert worker.wait(PATIENCE) == 0
+                assert worker.stdout is not None and worker.stdout.read() == "", "sooner than the call fails"
+            finally:
+                worker.kill()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from blocktrain.errors import ConfigError
-from blocktrain.flags import Json, Settings, at_least, given
+from blocktrain.flags import Json, Varied, at_least, given
 from blocktrain.places import command_line, cores, source
 
 
@@ -20,7 +20,7 @@ def quality(
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
     out: Path | None = None,
     tune: Annotated[bool, Parameter(negative=())] = False,
-    settings: Settings = None,
+    settings: Varied = None,
     json_: Json = False,
 ) -> None:
     """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
@@ -30,7 +30,7 @@ def quality(
     Parameters
     ----------
     scale
-        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: half an hour a seed on 2 cores).
+        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: some 40 minutes a seed on 2 cores).
     data
         Corpus; by default wikitext2 at standard scale, stdlib at tiny.
     seed
@@ -42,9 +42,12 @@ def quality(
     """
     from blocktrain.bench import commands
 
-    data = data or ("wikitext2" if scale == "standard" else "stdlib")
+    seeds = tuple(seed or [0])
+    if twice := [n for n in set(seeds) if seeds.count(n) > 1]:
+        raise ConfigError(f"seed {twice[0]} is named twice: means and spreads are of different seeds")
+    data = ("wikitext2" if scale == "standard" else "stdlib") if data is None else data
     folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
-    options = commands.QualityOptions(folder, scale, source(data), tuple(seed or [0]), given(settings), cores(), command_line())
+    options = commands.QualityOptions(folder, scale, source(data), seeds, given(settings), cores(), command_line())
     commands.show(commands.tune(options) if tune else commands.quality(options), json_)
 
 
@@ -273,9 +276,9 @@ def failover(
 
 def _corpus(run: Path | None, data: str | None) -> str | None:
     """What is named, or what the run was trained on."""
-    from blocktrain.learning.runs import open_run
+    from blocktrain.learning.runs import read_manifest
 
-    return data or (open_run(run)[2] if run else None)
+    return read_manifest(run).data if data is None and run else data
 
 
 MEASURES = (quality, memory, step, transport, coordinator, serving, failover)

@@ -8,17 +8,20 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from blocktrain.bench_commands import MEASURES
-from blocktrain.config import make_config, read_toml
-from blocktrain.errors import BlockTrainError, ConfigError, Interrupted
-from blocktrain.flags import Json, Settings, at_least, given
+from blocktrain.config import make_config, read_settings
+from blocktrain.errors import BlockTrainError, ConfigError, Interrupted, RunError
+from blocktrain.flags import Json, Settings, at_least, given, refused
 from blocktrain.network import audit, coordinator, doctor, kick, pull, replay, status, worker
-from blocktrain.places import cores, new_run_folder, newest_unfinished, source
+from blocktrain.places import cores, is_pulled, new_run_folder, newest_unfinished, source
 from blocktrain.serving_commands import serve, stage
+
+if TYPE_CHECKING:
+    from blocktrain.learning.runs import Opened
 
 app = App(
     name="blocktrain",
@@ -66,34 +69,66 @@ def train(
     """
     from blocktrain.coordination.embedded import train_blocks
     from blocktrain.learning.local import Plan, complete
-    from blocktrain.learning.runs import block_name, create_run, open_run
-    from blocktrain.learning.train import pick_device
+    from blocktrain.learning.runs import block_name
     from blocktrain.report import write_report
     from blocktrain.terminal import StepBars, bar, console
 
-    if resume:
-        run, made, data = open_run(out or newest_unfinished())
-        if changed := {k: v for k, v in given(settings).items() if getattr(made, k) != v}:
-            raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
-    else:
-        from_file = read_toml(config) if config else {}
-        data = data or str(from_file.get("data", "stdlib"))
-        from_file.pop("data", None)
-        made = make_config({**from_file, **given(settings)}, preset)
-        pick_device(made.device)
-        source(data).open().require(made.context)
-        run = create_run(out or new_run_folder(data), made, data)
+    asked = Asked(data, preset, config, given(settings), reference)
+    run, made, data, reference = _resumed(out, asked) if resume else _begun(out, asked)
     plan = Plan(run, made, source(data), reference=reference, slots=cores())
     console.print(f"run folder [bold]{run.folder}[/]  corpus {data}  {made.blocks} blocks, {made.steps} steps each")
     with StepBars(made.steps) as bars:
-        train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss))
-    with bar("evaluating") as progress:
-        result = complete(plan, progress)
-    page = write_report(run.folder)
+        train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn)
+    try:
+        with bar("evaluating") as progress:
+            result = complete(plan, progress)
+        page = write_report(run.folder)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped while evaluating; all blocks are trained: continue with --resume") from None
     if json_:
         print(json.dumps(result))
         return
     _show_result(result, run.folder, page)
+
+
+class Asked(NamedTuple):
+    """What `train` was told about the run."""
+
+    data: str | None
+    preset: str | None
+    config: Path | None
+    settings: dict[str, Any]
+    reference: bool
+
+
+def _begun(out: Path | None, asked: Asked) -> Opened:
+    """A new run folder, once its settings, device and corpus are known to be good."""
+    from blocktrain.learning.data import absolute
+    from blocktrain.learning.runs import create_run, open_run
+    from blocktrain.learning.train import pick_device
+
+    from_file, of_run = read_settings(asked.config)
+    data = absolute(str(of_run.get("data", "stdlib")) if asked.data is None else asked.data)
+    made = make_config({**from_file, **asked.settings}, asked.preset)
+    pick_device(made.device)
+    source(data).open().require(made.context)
+    reference = asked.reference or of_run.get("reference") is True
+    return open_run(create_run(out or new_run_folder(data), made, data, reference=reference).folder)
+
+
+def _resumed(out: Path | None, asked: Asked) -> Opened:
+    """An unfinished run; it keeps its settings, but the reference may be asked for later."""
+    from blocktrain.learning.data import absolute
+    from blocktrain.learning.runs import open_run, want_reference
+
+    opened = open_run(out or newest_unfinished())
+    if is_pulled(opened.run.folder):
+        raise RunError(f"{opened.run.folder} holds a model and no record of its training (coordinator/): there is nothing to resume here")
+    told = {"data": asked.data and absolute(asked.data), "preset": asked.preset, "config": asked.config, **asked.settings}
+    kept = {"data": opened.data, **opened.config.model_dump()}
+    if changed := [name for name, value in told.items() if value not in (None, kept.get(name))]:
+        raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
+    return want_reference(opened) if asked.reference and not opened.reference else opened
 
 
 def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
@@ -129,12 +164,12 @@ def evaluate(
         cpu, cuda, cuda:N, mps or auto.
     """
     from blocktrain.learning.evaluate import evaluate as evaluate_model
-    from blocktrain.learning.runs import load_model, open_run
+    from blocktrain.learning.runs import load_model, read_manifest
     from blocktrain.learning.train import pick_device
     from blocktrain.terminal import bar, ce_table, console
 
     model = load_model(run, pick_device(device))
-    corpus = source(data or open_run(run)[2]).open()
+    corpus = source(read_manifest(run).data if data is None else data).open()
     corpus.require(model.config.context)
     with bar("evaluating") as progress:
         ce = evaluate_model(model, corpus.valid, seed=model.config.seed, draws=draws, progress=progress)
@@ -157,7 +192,7 @@ def generate(
     draft: Literal["first-block", "none"] = "first-block",
     max_tokens: Annotated[int, at_least(1)] = 256,
     temperature: Annotated[float, at_least(0)] = 0.8,
-    seed: Annotated[int, at_least(0)] = 0,
+    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0,
 ) -> None:
     """Write text after a prompt, streaming to the terminal. The same seed gives the same bytes.
 
@@ -186,8 +221,10 @@ def generate(
     from blocktrain.learning.compose import Sampler, autoregressive, sweep, sweep_from_noise
     from blocktrain.learning.runs import load_model
 
+    if mode == "autoregressive" and (draft != "first-block" or sweeps != 1):
+        raise ConfigError("--sweeps and --draft are for --mode sweep: autoregressive text has one traversal per byte and no draft")
     model = load_model(run, torch.device("cpu"))
-    text, context = prompt.encode() or b"\n", model.config.context
+    text, context = os.fsencode(prompt) or b"\n", model.config.context
     sampler = Sampler(seed, temperature)
     if mode == "autoregressive":
         written = autoregressive(model.scorer(seed=seed), text, max_tokens, context, sampler, model.device)
@@ -206,7 +243,10 @@ def main() -> None:
     """Run a command; known errors become one sentence on stderr and exit code 2."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        print(f"blocktrain: {refused(error)}", file=sys.stderr)
+        sys.exit(2)
     except Interrupted as error:
         print(f"blocktrain: {error}", file=sys.stderr)
         sys.exit(130)

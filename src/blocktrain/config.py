@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from math import log
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from blocktrain.errors import ConfigError
 
 VOCABULARY = 256  # bytes
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def known_device(name: str) -> str:
+    """The name, if a device can be called that."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?|mps|auto", name):
+        raise ValueError("is none of cpu, cuda, cuda:N, mps and auto")
+    return name
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
@@ -48,26 +57,26 @@ class Config(BaseModel):
     """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
     compose: Literal["fuse", "pool", "euler"] = "fuse"
     """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
-    feature_dropout: float = Field(default=0.0375, ge=0, lt=1)
+    feature_dropout: float = Field(default=0.06, ge=0, lt=1)
     """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
 
-    sigma_min: float = Field(default=1.0, gt=0)
+    sigma_min: float = Field(default=1.0, ge=1e-4)
     """Lowest noise level; below 1 the target leaks into the training loss."""
-    sigma_max: float = Field(default=10.0, gt=0)
+    sigma_max: float = Field(default=10.0, gt=0, le=1e4)
     """Highest noise level."""
-    p_mean: float = -1.2
+    p_mean: float = Field(default=-1.2, ge=-100, le=100)
     """Mean of ln(sigma)."""
-    p_std: float = Field(default=1.2, gt=0)
+    p_std: float = Field(default=1.2, gt=0, le=100)
     """Standard deviation of ln(sigma)."""
     gamma: float = Field(default=0.1, ge=0, le=1)
     """Share of its log-width by which a block's noise range overlaps its neighbours."""
-    sigma_data: float = Field(default=0.5, gt=0)
+    sigma_data: float = Field(default=0.5, ge=1e-4, le=1e4)
     """EDM's assumed deviation of the targets."""
     tail: int = Field(default=0, ge=0)
     """Unknown positions at the end of a training sequence, denoised jointly (0: off). For sweeps from pure noise."""
     tail_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of the sequences that have a tail, when tail > 0."""
-    tail_sigma_min: float = Field(default=0.1, gt=0)
+    """Share of the steps whose sequences have a tail, when tail > 0."""
+    tail_sigma_min: float = Field(default=0.1, ge=1e-4)
     """Lowest noise level of the tail."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -80,21 +89,23 @@ class Config(BaseModel):
     """Peak learning rate of the fusion block."""
     reference_learning_rate: float = Field(default=2e-3, gt=0, le=1)
     """Peak learning rate of the end-to-end reference."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     """Shape of the learning rate after the warm-up; cosine and linear end at zero."""
+    fusion_schedule: Schedule = "linear"
+    """The same for the fusion block."""
     warmup: int = Field(default=50, ge=0)
     """Steps over which the learning rate rises (at most a tenth of all steps)."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, le=10)
     """Decoupled weight decay of the matrices."""
     batch: int = Field(default=16, ge=1, le=65536)
     """Sequences in a step."""
-    steps: int = Field(default=500, ge=1)
+    steps: int = Field(default=500, ge=1, le=2**31)
     """Training steps of each block."""
     data_order: Literal["own", "shared"] = "own"
     """own: every block reads the corpus in its own order. shared: all read the same batches."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of everything random."""
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps|auto)$")
+    device: Annotated[str, AfterValidator(known_device)] = "cpu"
     """cpu, cuda, cuda:N, mps, or auto (the best there is)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the forward pass (autocast); weights and optimizer stay float32."""
@@ -105,9 +116,6 @@ class Config(BaseModel):
             raise ValueError(f"heads={self.heads} must divide width={self.width} into even parts; try {_fitting(self.width, self.heads)}")
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
-        normal = NormalDist(self.p_mean, self.p_std)
-        if normal.cdf(log(self.sigma_max)) - normal.cdf(log(self.sigma_min)) < 1e-6:
-            raise ValueError(f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between sigma_min and sigma_max")
         if self.compose == "euler" and self.objective != "denoise":
             raise ValueError("compose=euler needs objective=denoise (or use --preset paper)")
         if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
@@ -123,6 +131,10 @@ class Config(BaseModel):
                 raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
             if self.tail_sigma_min >= self.sigma_max:
                 raise ValueError(f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}")
+        normal = NormalDist(self.p_mean, self.p_std)
+        for lowest in ("sigma_min", *(["tail_sigma_min"] if self.tail else [])):
+            if normal.cdf(log(self.sigma_max)) - normal.cdf(log(getattr(self, lowest))) < 1e-6:
+                raise ValueError(f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between {lowest} and sigma_max")
         return self
 
     @property
@@ -140,10 +152,6 @@ class Config(BaseModel):
         """The same settings with some changed, validated again."""
         return make_config({**self.model_dump(), **changes})
 
-    def to_toml(self) -> str:
-        """The settings as a TOML document."""
-        return tomli_w.dumps(self.model_dump())
-
 
 def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
     """Validated settings; those named win over the preset, the preset over the defaults."""
@@ -152,7 +160,7 @@ def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
     try:
         return Config(**{**(PRESETS[preset] if preset else {}), **settings})
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentence(error)) from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -165,21 +173,28 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
+def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings in a TOML file, not yet validated, and what a run's own config.toml says besides; nothing without a file."""
+    settings = read_toml(path) if path else {}
+    return settings, {name: settings.pop(name) for name in ("data", "reference", "fingerprint") if name in settings}
+
+
 def _fitting(width: int, heads: int) -> str:
     if width % 2:
         return f"width={width + 1} with heads={_fitting(width + 1, heads).removeprefix('heads=')}"
     return f"heads={next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0)}"
 
 
-def _sentence(error: ValidationError) -> str:
+def sentence(error: ValidationError) -> str:
     """pydantic's report as one line a user can act on."""
-    parts = []
+    unknown, parts = [], []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = ", ".join(Config.model_fields)
-            parts.append(f"unknown setting {name!r}; known settings: {known}")
+            unknown.append(repr(name))
         else:
             message = item["msg"].removeprefix("Value error, ")
             parts.append(f"{name}: {message} (got {item['input']!r})" if name else message)
+    if unknown:
+        parts.append(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(Config.model_fields)}")
     return "; ".join(parts)

@@ -57,11 +57,11 @@ def _whole_lines(path: Path) -> int:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All complete events; a last line cut off by a crash is left out."""
+    """All complete events; what is none is left out, such as a last line cut off by a crash."""
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                events.append(event)
     return events

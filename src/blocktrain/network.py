@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from cyclopts import Parameter
 
-from blocktrain.config import Config, make_config, read_toml
+from blocktrain.config import Config, make_config, read_settings
 from blocktrain.coordination.policy import Policy, make_policy
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.files import write_atomic
@@ -112,9 +112,8 @@ def coordinator(
 
 
 def _asked(config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]) -> tuple[Config, Policy, str]:
-    from_file = read_toml(config) if config else {}
-    corpus = data or str(from_file.pop("data", "stdlib"))
-    from_file.pop("data", None)
+    from_file, of_run = read_settings(config)
+    corpus = str(of_run.get("data", "stdlib")) if data is None else data
     coordination = from_file.pop("coordination", {})
     if not isinstance(coordination, dict):
         raise ConfigError("[coordination] is a table of settings")

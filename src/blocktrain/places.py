@@ -53,8 +53,23 @@ def new_run_folder(data: str) -> Path:
     return RUNS / f"{number:03}-{name}"
 
 
+def is_pulled(run: Path) -> bool:
+    """Whether a run folder holds a model that was trained elsewhere."""
+    return (run / "model" / "config.json").exists() and not (run / "coordinator").exists()
+
+
 def _finished(run: Path) -> bool:
-    return (run / "result.json").exists() or (run / "model" / "config.json").exists()  # the latter alone: pulled
+    """Whether `train` has nothing left to do in a run folder; one that cannot be read is no candidate either."""
+    if is_pulled(run):
+        return True
+    from blocktrain.learning.runs import open_run, read_json
+
+    try:
+        wanted = open_run(run).reference
+        complete = all((run / name).exists() for name in ("result.json", "report.html"))
+        return complete and not (wanted and read_json(run / "result.json").get("gap") is None)
+    except RunError:
+        return True
 
 
 def newest_unfinished() -> Path:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from blocktrain.errors import BlockTrainError, Interrupted, RunError
 
 STOP_SECONDS = 60
-ALSO_PRELOADED = ("torch._dynamo",)  # torch imports it with the first optimizer: a second of processor time, in every job
 
 
 class Channel:
@@ -67,12 +69,14 @@ class _Table:
     done: set[str] = field(default_factory=set)
 
 
-def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[str, Any]], None]) -> None:
-    """Run all jobs; the first that fails, or Ctrl-C, tells the others to save and end, then raises."""
+def run_jobs(
+    jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[str, Any]], None], again: str = "continue with --resume"
+) -> None:
+    """Run all jobs; the first that fails, or Ctrl-C, tells the others to save and end, then raises. `again` says how to go on."""
     table = _Table({job.name: job for job in jobs})
     context = multiprocessing.get_context("forkserver")
     # Jobs are forked from a server that has imported what they need and done nothing else: no second import, no threads.
-    context.set_forkserver_preload([*sorted({job.work.__module__ for job in table.waiting.values()}), *ALSO_PRELOADED])
+    context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
     try:
         while table.waiting or table.running:
             for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][: slots - len(table.running)]:
@@ -83,7 +87,7 @@ def run_jobs(jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[st
             _collect(table, on_message)
     except KeyboardInterrupt:
         _end(table, on_message)
-        raise Interrupted("stopped; everything up to here is saved: continue with --resume") from None
+        raise Interrupted(f"stopped; everything up to here is saved: {again}") from None
     except BaseException:
         _end(table, on_message)
         raise
@@ -98,9 +102,21 @@ def _start(job: Job, context: ForkServerContext) -> _Running:
         signal.signal(signal.SIGINT, signal_handler)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(job, theirs), name=job.name, daemon=True)
-    process.start()  # waits while the server imports; Ctrl-C still ends the wait
+    with _no_main():
+        process.start()  # waits while the server imports; Ctrl-C still ends the wait
     theirs.close()
     return _Running(process, ours)
+
+
+@contextmanager
+def _no_main() -> Iterator[None]:
+    """A process that is started here does not run the command's module again: half a second in every job, which needs nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:

@@ -97,8 +97,9 @@ def write_report(folder: Path) -> Path:
         "text": _visible(str(sample.get("text", "(this run has no sample)"))),
         "temperature": str(sample.get("temperature", "unknown")),
         "run": shlex.quote(where),
-        "data": shlex.quote(facts.data),
-        "reference": " --reference" if "reference" in facts.ce else "",
+        "data": ""
+        if Path(facts.data).is_absolute()
+        else f" --data {shlex.quote(facts.data)}",  # a path of this machine goes without saying
         "fingerprint": facts.config.fingerprint,
     }
     page = Template(resources.files("blocktrain").joinpath("report.html").read_text(encoding="utf-8")).substitute(
@@ -115,7 +116,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _gather(folder: Path) -> _Facts:
-    run, config, data = open_run(folder)
+    run, config, data, _ = open_run(folder)
     path = folder / "result.json"
     if not path.exists():
         raise RunError(f"{folder} has no result yet: its training is not finished; continue with --resume")

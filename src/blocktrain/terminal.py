@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -50,6 +51,10 @@ class StepBars:
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._steps, loss=loss)
         self._progress.update(self._tasks[name], completed=step, loss=loss)
+
+    def warn(self, sentence: str) -> None:
+        """A line above the bars."""
+        self._progress.console.print(f"[yellow]{escape(sentence)}[/]", highlight=False, soft_wrap=True)
 
 
 class JobBars:
@@ -104,3 +109,12 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def amount(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # 1000 by three digits
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

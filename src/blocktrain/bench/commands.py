@@ -47,13 +47,15 @@ class QualityOptions:
 
 def quality(options: QualityOptions) -> Result:
     """All rows for all seeds; leaves quality.json and quality.png in the folder."""
+    options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
     setups = []
     for seed in options.seeds:
         folder = options.folder / f"seed-{seed}"
-        _same_settings(folder, options.config(seed), options.source)
         setup = jobs_of.Setup(folder, options.config(seed), options.source, jobs_of.VALID_LIMIT[options.scale], options.scale == "tiny")
-        _run(jobs_of.jobs(setup), options.slots, f"seed {seed}")
+        planned = jobs_of.jobs(setup)  # refuses settings that some variant cannot have, before anything is written
+        _same_settings(folder, setup.base, options.source)
+        _run(planned, options.slots, f"seed {seed}")
         jobs_of.clear_versions(setup)
         setups.append(setup)
     seeds = [table.seed_rows(setup) for setup in setups]
@@ -70,21 +72,24 @@ def quality(options: QualityOptions) -> Result:
         "per_seed": [{"seed": s, **found} for s, found in zip(options.seeds, seeds, strict=True)],
     }
     write_json(options.folder / "quality.json", result)
-    table.plot(options.folder / "quality.png", rows, f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)")
+    table.plot(options.folder / "quality.png", rows, f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)", seeds[0]["leakage"])
     console.print(f"wrote {options.folder / 'quality.json'} and quality.png")
     return result
 
 
 def tune(options: QualityOptions) -> Result:
-    """The learning-rate grid of one seed."""
+    """The learning-rate grid of one seed; leaves tune.json in the folder."""
     seed = options.seeds[0]
     folder = options.folder / f"tune-{seed}"
     config = options.config(seed).replace(compose="fuse", objective="next")
+    options.source.require_outside(options.folder)
     options.source.open().require(config.context)
     _same_settings(folder, config, options.source)
     _run(tuning.block_jobs(folder, config, options.source), options.slots, "tuning")
     _run(tuning.fusion_jobs(folder, config, options.source), options.slots, "tuning fusion")
-    return {**header(options.command, seed), "scale": options.scale, "judged_on": "calibration slice", "rows": tuning.table(folder)}
+    result = {**header(options.command, seed), "scale": options.scale, "judged_on": "calibration slice", "rows": tuning.table(folder)}
+    write_json(options.folder / "tune.json", result)
+    return result
 
 
 def memory(command: str, seed: int) -> Result:
@@ -101,6 +106,7 @@ def step(command: str, seed: int, repeats: int) -> Result:
 
 def transport(options: TransportOptions, command: str) -> Result:
     """See `bench.transport`; leaves transport.json and transport.png in the folder."""
+    options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
     with JobBars("transport", trials(options)) as bars:
         found = measure_transport(options, bars.told)
@@ -151,14 +157,14 @@ def _flat(row: Result) -> Result:
 
 def _run(jobs: list[Job], slots: int, title: str) -> None:
     with JobBars(title, len(jobs)) as bars:
-        run_jobs(jobs, slots, bars.told)
+        run_jobs(jobs, slots, bars.told, "call the same command again to continue")
 
 
 def _same_settings(folder: Path, config: Config, source: Source) -> None:
     """A bench folder belongs to one setup: results of another must not be mixed in."""
     folder.mkdir(parents=True, exist_ok=True)
-    marker, wanted = folder / "setup.json", {"fingerprint": config.fingerprint, "data": source.spec}
+    marker, wanted = folder / "setup.json", {"fingerprint": config.fingerprint, "data": source.spec, "text": list(source.open().hashes)}
     if not marker.exists():
         write_json(marker, wanted)
     elif read_json(marker) != wanted:
-        raise RunError(f"{folder} holds results of other settings; name another folder with --out, or remove it")
+        raise RunError(f"{folder} holds results of other settings or another text; name another folder with --out, or remove it")

@@ -46,6 +46,6 @@ def judge_samples(model: Model, reference: Block, valid: Bytes, *, count: int, s
 
 
 def _distinct(texts: list[bytes]) -> float:
-    """Share of 4-byte sequences that occur once: low where a model repeats itself."""
+    """Different 4-byte sequences by all there are: low where a model repeats itself."""
     grams = [t[i : i + 4] for t in texts for i in range(len(t) - 3)]
     return len(set(grams)) / len(grams)

@@ -63,11 +63,11 @@ def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> 
     """The run of a scale with its end-to-end reference, trained once; an interrupted training goes on."""
     config = make_config({**SCALES[scale], "compose": "fuse", "seed": seed})
     if folder.exists():
-        run, known, data = open_run(folder)
-        if (known, data) != (config, source.spec):
+        run, *known, _ = open_run(folder)
+        if known != [config, source.spec]:
             raise RunError(f"{folder} holds another model; name another folder with --out, or serve it with --run {folder}")
     else:
-        run = create_run(folder, config, source.spec)
+        run = create_run(folder, config, source.spec, reference=True)
     if not (run.model / "config.json").exists():
         plan = Plan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:

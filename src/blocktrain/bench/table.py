@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,23 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
     fuse, pool, same, beside, paper, exact = (left[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact"))
     blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
     best = blocks.index(min(blocks)) + 1
+    row = partial(_row, setup, left, len(setup.source.open().train))
     rows = [
-        _row(setup, left, "end_to_end", left["evaluate-fuse"]["reference"], "fuse", [0]),
-        _row(setup, left, "single_block", statistics.mean(blocks), "pool", [1]),
-        _row(setup, left, "best_block", min(blocks), "pool", [best]),
-        _row(setup, left, "paper", paper["euler"], "paper"),
-        _row(setup, left, "exact_euler", exact["euler"], "exact"),
-        _row(setup, left, "exact_marginal", exact["marginal"], "exact"),
-        _row(setup, left, "exact_pool", exact["pool"], "exact"),
-        _row(setup, left, "pool", pool["pool"], "pool"),
-        _row(setup, left, "fuse", fuse["fuse"], "fuse"),
-        *(_row(setup, left, name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
-        _row(setup, left, "fuse_same_data", same["fuse"], "same"),
-        _row(setup, left, "fuse_beside", beside["fuse"], "beside"),
+        row("end_to_end", left["evaluate-fuse"]["reference"], "fuse", [0]),
+        row("single_block", statistics.mean(blocks), "pool", [1]),
+        row("best_block", min(blocks), "pool", [best]),
+        row("paper", paper["euler"], "paper"),
+        row("exact_euler", exact["euler"], "exact"),
+        row("exact_marginal", exact["marginal"], "exact"),
+        row("exact_pool", exact["pool"], "exact"),
+        row("pool", pool["pool"], "pool"),
+        row("fuse", fuse["fuse"], "fuse"),
+        *(row(name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
+        row("fuse_same_data", same["fuse"], "same"),
+        row("fuse_beside", beside["fuse"], "beside"),
     ]
-    for row in rows:
-        row["gap"] = row["valid_ce"] - rows[0]["valid_ce"]
+    for found in rows:
+        found["gap"] = found["valid_ce"] - rows[0]["valid_ce"]
     return {
         "rows": rows,
         "blocks": blocks,
@@ -50,7 +52,7 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _row(setup: Setup, left: dict[str, Row], name: str, ce: float, variant: str, indices: Iterable[int] | None = None) -> Row:
+def _row(setup: Setup, left: dict[str, Row], size: int, name: str, ce: float, variant: str, indices: Iterable[int] | None = None) -> Row:
     """Training seconds are summed over the blocks a row is made of; memory is that of its largest process."""
     config = setup.config(variant)
     used = list(indices if indices is not None else range(1, config.blocks + 1))
@@ -61,21 +63,18 @@ def _row(setup: Setup, left: dict[str, Row], name: str, ce: float, variant: str,
         "gap": 0.0,
         "seconds": round(sum(job["seconds"] for job in jobs), 1),
         "peak_mb": max(job["peak_mb"] for job in jobs),
-        "distinct_mb": round(_distinct_bytes(setup, variant, used) / 1e6, 3),
+        "distinct_mb": round(_distinct_bytes(setup, size, variant, used) / 1e6, 3),
     }
 
 
-def _distinct_bytes(setup: Setup, variant: str, indices: list[int]) -> int:
-    """How many different bytes of the corpus were trained on."""
+def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -> int:
+    """How many different bytes of a corpus of this size were trained on."""
     config = setup.config(variant)
-    size = len(setup.source.open().train)
-    seen = np.zeros(size + 1, dtype=np.int32)
-    for stream in {1 if config.data_order == "shared" and i else i for i in indices}:
-        for step in range(config.steps):
-            found = batch_offsets(size, seed=config.seed, stream=stream, step=step, batch=config.batch, context=config.context)
-            np.add.at(seen, found, 1)
-            np.add.at(seen, found + config.context + 1, -1)
-    return int((np.cumsum(seen[:-1]) > 0).sum())
+    streams = {1 if config.data_order == "shared" and i else i for i in indices}
+    draws = {"seed": config.seed, "batch": config.batch, "context": config.context}
+    starts = np.concatenate([batch_offsets(size, stream=stream, step=step, **draws) for stream in streams for step in range(config.steps)])
+    length = config.context + 1
+    return int(np.minimum(np.diff(np.sort(starts)), length).sum()) + length
 
 
 def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
@@ -89,6 +88,20 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
         last = left[f"{variant}-{block_name(setup.base.blocks)}"]
         found.append({"sigma_min": sigma, "train_ce_last_block": last["train_ce"], "composed_ce": ce["euler"], "pool_ce": ce["pool"]})
     return found
+
+
+def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
+    """As the lowest noise falls, the target leaks: the last block's training loss falls with it, the composed model's does not."""
+    sigmas = [row["sigma_min"] for row in leakage]
+    for key, label, colour in (("composed_ce", "composed, valid", "#d55e00"), ("train_ce_last_block", "last block, training", "#555")):
+        axes.plot(sigmas, [row[key] for row in leakage], "o-", color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
+    axes.minorticks_off()
+    axes.set_xlabel("sigma_min (exact skip, Euler)")
+    axes.set_title("leakage, nats per byte", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
@@ -105,27 +118,33 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def plot(path: Path, rows: list[Row], title: str) -> None:
-    """Cross entropy of every row as dots on one axis, the reference as a line."""
+def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -> None:
+    """Cross entropy of every row as dots on one axis, the reference as a line; beside it what lower noise does, where it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     shown = sorted(rows, key=lambda row: -row["valid_ce"])
-    figure, axes = pyplot.subplots(figsize=(8, 0.34 * len(shown) + 1.2))
+    ratios = (2, 1) if leakage else (1,)
+    size = (13 if leakage else 8, 0.34 * len(shown) + 1.2)
+    figure, panels = pyplot.subplots(1, len(ratios), squeeze=False, width_ratios=ratios, figsize=size)
+    axes = panels[0][0]
     reference = next(row["valid_ce"] for row in rows if row["name"] == "end_to_end")
     axes.axvline(reference, color="#888", linewidth=1)
     ours = {"pool", "fuse"}
     for y, row in enumerate(shown):
         colour = "#0072b2" if row["name"] in ours else "#d55e00" if row["name"] == "paper" else "#555"
         axes.plot(row["valid_ce"], y, "o", color=colour)
-        axes.annotate(f" {row['valid_ce']:.3f} ({row['gap']:+.3f})", (row["valid_ce"], y), va="center", fontsize=8, color=colour)
+        label, beside = f"{row['valid_ce']:.3f} ({row['gap']:+.3f})", {"xytext": (7, 0), "textcoords": "offset points"}
+        axes.annotate(label, (row["valid_ce"], y), va="center", fontsize=8, color=colour, **beside)
     axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
     axes.margins(x=0.18)
     axes.set_xlabel("valid cross entropy, nats per byte (gap to end to end)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    if leakage:
+        _plot_leakage(panels[0][1], leakage)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

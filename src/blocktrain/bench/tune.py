@@ -17,7 +17,7 @@ from blocktrain.learning.runs import Run, load_block, publish, read_json, write_
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
 
-GRID = (1e-3, 2e-3, 3.5e-3, 6e-3)
+GRID = (5e-4, 1e-3, 2e-3, 3.5e-3, 6e-3)
 SETTINGS = {"reference": "reference_learning_rate", "block": "learning_rate", "fusion": "fusion_learning_rate"}
 
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.messages import PROTOCOL, Refusal
 from blocktrain.protocol.refusals import Code
+from blocktrain.terminal import amount
 
 State = Literal["ok", "warning", "failed", "skipped"]
 
@@ -370,15 +371,6 @@ def judge_speed(step: float, task_seconds: float, task_steps: int | None, round_
         fix = f"use a faster device, or ask for a longer --task-seconds than {_span(task_seconds)}: even one step takes longer, {late}"
         return Check("speed", "warning", found, fix)
     return Check("speed", "ok", found)
-
-
-def amount(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:  # 1000 by three digits
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _span(seconds: float) -> str:

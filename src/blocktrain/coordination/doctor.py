@@ -20,13 +20,13 @@ from rich.text import Text
 
 from blocktrain.config import Config, make_config
 from blocktrain.coordination import diagnosis, probes
-from blocktrain.coordination.diagnosis import Answer, Check, Place, amount
+from blocktrain.coordination.diagnosis import Answer, Check, Place
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.messages import MAX_REPLY, PROTOCOL, Manifest, read
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.status import Status
-from blocktrain.terminal import console
+from blocktrain.terminal import amount, console
 
 LOADING = 120.0  # seconds for python and torch: a cold disk or a busy machine may need them
 LIMIT = 20.0  # seconds for all the rest

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from blocktrain.coordination.server import Listen, running
 from blocktrain.coordination.worker_desk import corpus_folder
 from blocktrain.errors import RunError
 from blocktrain.events import EventLog
-from blocktrain.learning.local import Plan, Told, train_one
+from blocktrain.learning.local import Plan, Told, train_reference
 from blocktrain.learning.runs import block_name
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
@@ -29,31 +29,33 @@ from blocktrain.processes import Job, run_jobs
 TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 
-def train_blocks(plan: Plan, told: Told) -> None:
-    """Train what is not yet published; stops and continues anywhere."""
+def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _: None) -> None:
+    """Train what is not yet trained, and publish all blocks; stops and continues anywhere."""
     plan.source.open().require(plan.config.context)
     log = EventLog(plan.run.events)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
-        block = message.pop("block", REFERENCE)
-        log.write(message.pop("kind"), block=block, **message)
+        block, kind = message.pop("block", REFERENCE), message.pop("kind")
+        log.write(kind, block=block, **message)
         if "loss" in message:
             told(block, message["step"], message["loss"])
+        if kind == "state_lost":
+            warn(f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others")
 
     log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
     jobs = []
     if plan.reference and not plan.run.weights(REFERENCE).exists():  # first, as it takes longest
-        jobs.append(Job(block_name(REFERENCE), train_one, (plan, REFERENCE)))
+        jobs.append(Job(block_name(REFERENCE), train_reference, (plan,)))
     try:
-        if all(plan.run.weights(index).exists() for index in range(1, plan.config.blocks + 1)):
-            run_jobs(jobs, plan.slots, on_message)
-            return
         with _coordinator(plan) as coordinator:
-            token = secrets.token_urlsafe(24)
-            with running(coordinator, Listen(token=token)) as url:
-                seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
-                count = max(1, min(plan.slots, plan.config.blocks))
-                run_jobs([*jobs, *(Job(f"worker-{n}", work, (seat,)) for n in range(1, count + 1))], plan.slots, on_message)
+            if coordinator.finished:
+                run_jobs(jobs, plan.slots, on_message)
+            else:
+                token = secrets.token_urlsafe(24)
+                with running(coordinator, Listen(token=token)) as url:
+                    seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
+                    count = max(1, min(plan.slots, plan.config.blocks))
+                    run_jobs([*jobs, *(Job(f"worker-{n}", work, (seat,)) for n in range(1, count + 1))], plan.slots, on_message)
             if not coordinator.finished:
                 raise RunError("the workers ended before the run was finished; continue with --resume")
             _publish_all(plan, coordinator)
@@ -72,6 +74,8 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
             coordinator.begin(plan.config, Policy.exact(TASK_STEPS), plan.source.spec, state / "prepared")
         shutil.rmtree(state / "prepared", ignore_errors=True)
         corpus = coordinator.manifest().corpus
+        if plan.source.open().hashes != (corpus.train.sha256, corpus.valid.sha256):
+            raise RunError(f"{plan.source.spec} is not the text that this run began with: put that back, or start a new run")
         folder = corpus_folder(state, corpus)
         folder.mkdir(parents=True, exist_ok=True)
         for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):

@@ -52,7 +52,6 @@ class Reporter:
     channel: Channel
     steps: int
     block: int = 0
-    began: float = 0.0
     said: float = 0.0
     losses: list[float] = field(default_factory=list)
     away: float | None = None
@@ -69,7 +68,7 @@ class Reporter:
         elif kind == "fresh":
             self.channel.send(**fields, kind="state_lost")
         elif kind == "task" and fields["block"] != self.block:
-            self.block, self.began, self.losses = fields["block"], time.monotonic(), []
+            self.block, self.losses = fields["block"], []
             with suppress(OSError):  # the kernel's mark of the most memory starts again with every block, where it can
                 Path("/proc/self/clear_refs").write_text("5")
         elif kind == "step":
@@ -78,6 +77,5 @@ class Reporter:
             if now - self.said > REPORT_SECONDS or fields["step"] == self.steps:
                 self.channel.send(kind="step", block=self.block, step=fields["step"], loss=sum(self.losses) / len(self.losses))
                 self.said, self.losses = now, []
-        elif kind == "accepted" and fields["step"] == self.steps:
-            seconds = round(time.monotonic() - self.began, 1)
-            self.channel.send(kind="block_done", block=fields["block"], step=self.steps, seconds=seconds, peak_mb=peak_mb())
+        elif kind == "trained":
+            self.channel.send(kind="trained", block=self.block, step=fields["step"], seconds=round(fields["seconds"], 3), peak_mb=peak_mb())

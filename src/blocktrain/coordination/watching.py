@@ -20,10 +20,9 @@ from blocktrain.coordination.feed import Listener
 from blocktrain.errors import ConfigError, Unreachable
 from blocktrain.protocol.messages import Kick
 from blocktrain.protocol.status import Status
-from blocktrain.terminal import bar, console
+from blocktrain.terminal import amount, bar, console
 
 WATCH_SECONDS = 2.0
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class Watch:
@@ -74,7 +73,7 @@ def _line(event: dict[str, Any]) -> str:
     if event["kind"] == "worker":
         device = f" ({event['device']})" if event["state"] == "joined" else ""
         return f"worker {event['name'] or event['worker'][:12]} {event['state']}{device}"
-    moved = f"{size(event['bytes_in'])} in, {size(event['bytes_out'])} out"
+    moved = f"{amount(event['bytes_in'])} in, {amount(event['bytes_out'])} out"
     if event["kind"] == "score":
         return f"valid CE {', '.join(f'{name} {ce:.4f}' for name, ce in event['scores'].items())} ({moved})"
     loss = "" if event["loss"] is None else f", loss {event['loss']:.3f}"
@@ -107,7 +106,7 @@ def table(status: Status) -> Group:
     for b in status.blocks:
         loss = "-" if b.loss is None else f"{b.loss:.3f}"
         why = b.round.reason if b.round else ""
-        blocks.add_row(*map(str, (b.block, b.version, b.steps, loss, b.accepted, b.late, size(b.bytes_in), size(b.bytes_out), why)))
+        blocks.add_row(*map(str, (b.block, b.version, b.steps, loss, b.accepted, b.late, amount(b.bytes_in), amount(b.bytes_out), why)))
     workers = _table("worker", "name", "state", "block", "task", "step", "loss", "steps/s", "updates", "seen")
     for w in status.workers:
         loss = "-" if w.loss is None else f"{w.loss:.3f}"
@@ -115,7 +114,7 @@ def table(status: Status) -> Group:
         workers.add_row(*map(str, (*row, f"{w.speed:.1f}", w.accepted, f"{w.seen_seconds:.0f} s ago")))
     refusals = ", ".join(f"{count} x {code}" for code, count in status.refusals.items())
     head = f"run {status.run[:12]} {status.state}: {status.rounds} rounds, {status.tokens:,} bytes of text, "
-    head += f"{size(status.bytes_in)} in, {size(status.bytes_out)} out" + (f"\nrefused: {refusals}" if refusals else "")
+    head += f"{amount(status.bytes_in)} in, {amount(status.bytes_out)} out" + (f"\nrefused: {refusals}" if refusals else "")
     head += f"\nvalid CE: {', '.join(f'{name} {ce:.4f}' for name, ce in status.scores.items())}" if status.scores else ""
     return Group(Text(head), blocks, workers if status.workers else Text("no workers yet"))
 
@@ -125,15 +124,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         made.add_column(column, justify="left" if column in ("worker", "name", "state", "round") else "right")
     return made
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in _UNITS[:-1]:
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} {_UNITS[-1]}"
 
 
 def kick_worker(client: Calls, worker: str, reason: str) -> str:

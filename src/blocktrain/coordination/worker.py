@@ -252,7 +252,9 @@ class Worker:
         pending = Pending(task=task, submission=submission)
         folder.save(after, pending, payload)
         self._desk = desk
-        self._told("trained", block=order.block, task=order.task, step=after.facts.step, loss=losses[-1], bytes=len(payload))
+        self._told(
+            "trained", block=order.block, task=order.task, step=after.facts.step, loss=losses[-1], seconds=seconds, bytes=len(payload)
+        )
         return Delivery(self._line, pending, payload, after.residual, again=False)
 
     def _sit(self, order: m.Order, folder: BlockFolder) -> Desk:

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from rich.text import Text
 from blocktrain.coordination.client import HttpClient
 from blocktrain.coordination.slots import own_identity
 from blocktrain.coordination.worker import Machine, Worker
-from blocktrain.errors import ConfigError, Interrupted
+from blocktrain.errors import ConfigError
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import console
 
 REPORT_SECONDS = 0.5
+STOP_SECONDS = 5.0  # until a stop that nobody notices ends the process
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -55,8 +57,8 @@ def run_worker(options: WorkerOptions) -> int:
     client = HttpClient(options.url, options.token, ca=options.ca)
     screen: JsonLines | Screen = JsonLines() if options.json else Screen()
     try:
-        with suppress(Interrupted), own_identity(options.cache) as identity, screen, _signals(screen) as leaving:
-            Worker(client, options.cache, identity, machine, screen.told).run(finishing=leaving.is_set)
+        with own_identity(options.cache) as identity, screen, _signals(screen) as asked:
+            Worker(client, options.cache, identity, machine, screen.told).run(asked.stopping.is_set, asked.finishing.is_set)
     finally:
         client.close()
     return 0
@@ -82,30 +84,58 @@ def _machine_memory(device: str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What the user has asked for by signals."""
+
+    finishing: threading.Event = field(default_factory=threading.Event)  # end after the current task
+    stopping: threading.Event = field(default_factory=threading.Event)  # end with the current step
+
+
 @contextmanager
-def _signals(screen: JsonLines | Screen) -> Iterator[threading.Event]:
-    """Ctrl-C sets the event; a second one, or SIGTERM, ends the work wherever it is: all that counts is on the disk."""
-    leaving = threading.Event()
+def _signals(screen: JsonLines | Screen) -> Iterator[_Asked]:
+    """Ctrl-C finishes the task; a second one, or SIGTERM, stops the work, and ends the process if the work does not notice.
 
-    def on_signal(number: int, _: object) -> None:
-        if number == signal.SIGTERM or leaving.is_set():
-            raise Interrupted("stopped; the next start goes on from here")
-        leaving.set()
-        screen.told("leaving", reason="finishing the task; press again to abandon it")
+    A handler interrupts code that may hold a lock, or swallow what is raised in it: it only puts the signal where a thread finds it.
+    """
+    asked, signals = _Asked(), SimpleQueue[int | None]()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    def leaving() -> None:
+        with suppress(OSError):
+            screen.told("leaving", reason="finishing the task; press again to abandon it")
+        asked.finishing.set()
+
+    def heed() -> None:
+        again = False
+        while (number := signals.get()) is not None:
+            if number == signal.SIGTERM or again:
+                asked.stopping.set()
+                try:
+                    if signals.get(timeout=STOP_SECONDS) is None:
+                        return
+                except Empty:
+                    pass
+                console.show_cursor()
+                os._exit(0)  # in a long download, or a call that nobody answers: all that counts is on the disk
+            again = True
+            # By a thread of its own: whoever reads what is said may be gone, or not read, and the next signal counts all the same.
+            threading.Thread(target=leaving, name="leaving", daemon=True).start()
+
+    before = {number: signal.signal(number, lambda number, _: signals.put(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    threading.Thread(target=heed, name="signals", daemon=True).start()
     try:
-        yield leaving
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signals.put(None)
 
 
 class JsonLines:
     """Every event as a line of JSON on stdout; steps not more often than twice a second."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()  # a signal may come while a line is being written
+        self._mutex = threading.Lock()
         self._said = 0.0
 
     def __enter__(self) -> JsonLines:
@@ -123,14 +153,14 @@ class JsonLines:
                     return
                 self._said = now
             line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n"
-            print(line, end="", flush=True)  # in one piece: a signal may end the work between a line and its end
+            print(line, end="", flush=True)  # in one piece: the process may be ended between a line and its end
 
 
 class Screen:
     """A line that shows where the task is, and a line for everything that a person should know."""
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()
+        self._mutex = threading.Lock()
         self._live = Live(Text("joining"), console=console, refresh_per_second=4, transient=True)
         self._task: dict[str, Any] = {}
         self._accepted = self._sent = 0

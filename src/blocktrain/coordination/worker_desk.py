@@ -30,7 +30,7 @@ def footprint(config: Config, index: int) -> int:
     block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * VOCABULARY * width
     reads = config.independent if config.compose == "fuse" and index == config.blocks else 0
     saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * VOCABULARY + 4 * reads * width
-    own = (block + 2 * reads * width**2) * BYTES_OF_A_PARAMETER
+    own = (block + 3 * reads * width**2) * BYTES_OF_A_PARAMETER
     return own + 4 * config.batch * config.context * saved + 4 * reads * block
 
 

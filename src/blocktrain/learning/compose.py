@@ -19,12 +19,13 @@ from torch import Tensor
 from blocktrain.config import VOCABULARY, Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, Cache, Readout, target_table
-from blocktrain.learning.noise import edm, euler_step, noise_levels
+from blocktrain.learning.noise import edm, euler_step, in_tail, noise_levels
 from blocktrain.learning.objective import denoise_logits
 
 Stage = Callable[[Tensor, int], Tensor]
 Scorer = Callable[[Tensor, int], Tensor]
 PIECE = 128
+COLDEST = 1e-6  # temperatures below leave no other byte a chance, and would overflow
 
 
 @dataclass
@@ -142,7 +143,7 @@ class EulerScorer:
 
 def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) -> list[Tensor]:
     """Logits (B, T, V) after each block, walking the noise levels down from sigma_max; noise (B, T, Z) is standard normal."""
-    z = noise_levels(model.config, tail=tail > 0).edges(model.config.blocks)[-1] * noise
+    z = model.config.sigma_max * noise
     path = []
     for number, block in enumerate(model.blocks, start=1):
         logits, z = euler_hop(model.config, number, block, model.table, tokens, z, tail=tail)
@@ -153,11 +154,16 @@ def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) ->
 def euler_hop(
     config: Config, number: int, block: Block, table: Tensor, tokens: Tensor, z: Tensor, *, tail: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Block `number`'s part of the path: its logits (B, T, V), and z one step further down."""
-    sigma_next, sigma = noise_levels(config, tail=tail > 0).edges(config.blocks)[-number - 1 :][:2]
-    level = torch.tensor(sigma, device=tokens.device)
+    """Block `number`'s part of the path: its logits (B, T, V), and z one step further down; a tail goes further than the rest."""
+    sigma_next, sigma = noise_levels(config).edges(config.blocks)[-number - 1 :][:2]
+    if not tail:
+        logits = denoise_logits(block, table, tokens, z, torch.tensor(sigma, device=tokens.device), config.sigma_data)
+        return logits, euler_step(z, logits.softmax(-1) @ table, sigma, sigma_next)
+    low_next, low = noise_levels(config, tail=True).edges(config.blocks)[-number - 1 :][:2]
+    where = in_tail(tokens.shape[1], tail, tokens.device)[None]
+    level, level_next = torch.where(where, low, sigma), torch.where(where, low_next, sigma_next)
     logits = denoise_logits(block, table, tokens, z, level, config.sigma_data, tail=tail)
-    return logits, euler_step(z, logits.softmax(-1) @ table, sigma, sigma_next)
+    return logits, euler_step(z, logits.softmax(-1) @ table, level[..., None], level_next[..., None])
 
 
 def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
@@ -168,7 +174,8 @@ def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
 
 def _draws(purpose: Literal["noise", "sampling"], seed: int, position: int) -> np.random.Generator:
     """Random numbers of one position, by counter; different purposes never share them."""
-    return np.random.Generator(np.random.Philox(key=[seed, position | (1 if purpose == "noise" else 2) << 60]))
+    key = np.array([seed, position | (1 if purpose == "noise" else 2) << 60], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def window_start(known: int, context: int) -> int:
@@ -189,13 +196,13 @@ class Sampler:
     top_p: float = 1.0
 
     def pick(self, logits: Tensor, position: int) -> int:
-        """Index of the chosen byte; temperature 0 takes the likeliest."""
+        """Index of the chosen byte; temperature 0, or next to it, takes the likeliest."""
         return int(self.scores(logits, position).argmax())
 
     def scores(self, logits: Tensor, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """What `pick` takes the largest of: log p / T + g, for every byte."""
         logp = logits.double().log_softmax(-1).cpu().numpy()
-        if self.temperature == 0:
+        if self.temperature < COLDEST:
             return logp
         logp = logp / self.temperature
         if self.top_p < 1:
@@ -252,17 +259,19 @@ def sweep(
                 break
 
 
-@torch.no_grad()
 def sweep_from_noise(model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int) -> Iterator[int]:
     """`count` bytes, a tail's length per traversal, from pure noise: the paper's path, for models trained with a tail.
 
     Each further sweep of a chunk starts again from noise around the text of the one before.
     """
-    config = model.config
-    if not config.tail:
+    if not model.config.tail:
         raise ConfigError("this model has no tail: train one with --objective denoise --compose euler --tail 32")
-    text = list(prompt)
-    end = len(text) + count
+    return _from_noise(model, list(prompt), len(prompt) + count, sampler, sweeps)
+
+
+@torch.no_grad()
+def _from_noise(model: Model, text: list[int], end: int, sampler: Sampler, sweeps: int) -> Iterator[int]:
+    config = model.config
     while len(text) < end:
         size = min(config.tail, end - len(text))
         known = text[-(config.context - size + 1) :]
@@ -272,8 +281,7 @@ def sweep_from_noise(model: Model, prompt: bytes, count: int, sampler: Sampler, 
         for number in range(sweeps):
             noise = position_noise(sampler.seed + number, first, tokens.shape[1], config.z_width)[None].to(model.device)
             if chunk:
-                start = noise_levels(config, tail=True).sigma_max
-                noise[:, -size:] += model.table[torch.tensor(chunk, device=model.device)] / start
+                noise[:, -size:] += model.table[torch.tensor(chunk, device=model.device)] / config.sigma_max
             logits = euler_path(model, tokens, noise, tail=size)[-1][0, -size:]
             chunk = [sampler.pick(logits[i], len(text) + i) for i in range(size)]
         text += chunk

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +53,11 @@ class Corpus:
     calibration: Bytes
     valid: Bytes
 
+    @property
+    def hashes(self) -> tuple[str, str]:
+        """sha256 of the text to train on, calibration part included, and of the valid part."""
+        return _sha256(self.train, self.calibration), _sha256(self.valid)
+
     def require(self, context: int) -> None:
         """Refuse a corpus that cannot fill one context in each part."""
         for part in ("train", "calibration", "valid"):
@@ -70,6 +77,12 @@ class Source:
     data_dir: Path | None
     cache_dir: Path
 
+    def require_outside(self, folder: Path) -> None:
+        """Refuse to write results into the text that they are about: whoever opens it later would read them."""
+        text = Path(self.spec)
+        if self.spec and text.is_dir() and not _is_split(text) and folder.resolve().is_relative_to(text.resolve()):
+            raise CorpusError(f"{folder} lies inside the corpus {self.spec}; name a folder elsewhere with --out")
+
     def open(self) -> Corpus:
         """The corpus, memory-mapped."""
         return open_corpus(self.spec, self.data_dir, self.cache_dir)
@@ -83,13 +96,24 @@ def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
         train, valid = _wikitext(spec, data_dir, cache)
         return _split(spec, _map(train), _map(valid))
     path = Path(spec)
-    if path.is_dir():
-        if (path / "train.txt").is_file() and (path / "valid.txt").is_file():
-            return _split(spec, _map(path / "train.txt"), _map(path / "valid.txt"))
-        return _whole(spec, _gathered(path.name, _text_files(path), cache))
+    if path.is_dir() and spec:
+        name = path.resolve().name
+        if _is_split(path):
+            return _split(name, _map(path / "train.txt"), _map(path / "valid.txt"))
+        return _whole(name, _gathered(name, _text_files(path, cache), cache))
     if path.is_file():
-        return _whole(spec, path)
+        return _whole(path.name, path)
     raise CorpusError(f"no corpus {spec!r}: it is neither a file, nor a folder, nor one of stdlib, {', '.join(_HUB)}")
+
+
+def _is_split(folder: Path) -> bool:
+    return (folder / "train.txt").is_file() and (folder / "valid.txt").is_file()
+
+
+def absolute(spec: str) -> str:
+    """The same corpus wherever one stands: names stay, paths are written out."""
+    named = spec == "stdlib" or spec in _HUB or not spec
+    return spec if named or not Path(spec).exists() else str(Path(spec).resolve())
 
 
 def batch(data: Bytes, *, seed: int, stream: int, step: int, batch: int, context: int) -> torch.Tensor:
@@ -130,6 +154,13 @@ def _split(name: str, train: Bytes, valid: Bytes) -> Corpus:
     return Corpus(name, train[: len(train) - kept], train[len(train) - kept :], valid)
 
 
+def _sha256(*parts: Bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.data)
+    return digest.hexdigest()
+
+
 def _map(path: Path) -> Bytes:
     try:
         if path.stat().st_size == 0:
@@ -148,15 +179,19 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     target = cache / "corpora" / f"{name}-{digest}.txt"
     if not target.exists():
+        partial = target.with_suffix(f".{os.getpid()}.partial")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_suffix(f".{os.getpid()}.partial")
             with partial.open("wb") as out:
                 for file in listed:
-                    out.write(file.read_bytes())
+                    with file.open("rb") as source:
+                        shutil.copyfileobj(source, out, 1 << 20)
             partial.replace(target)
         except OSError as error:
             raise CorpusError(f"cannot gather {name} into {target.parent}: {error.strerror or error}") from None
+        finally:
+            with suppress(OSError):
+                partial.unlink()
     return target
 
 
@@ -164,11 +199,24 @@ def _stdlib_files() -> Iterator[Path]:
     """The modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-    return (p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts))
+    return (path for path in _files(root, lambda path: path.name in skipped) if path.suffix == ".py")
 
 
-def _text_files(folder: Path) -> Iterator[Path]:
-    return (p for p in folder.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
+def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
+    """What is text by its name; hidden folders are passed over, and so is what trainings leave, as it grows while they read."""
+
+    def passed_over(path: Path) -> bool:
+        is_run = (path / "config.toml").is_file() and (path / "model").is_dir()
+        return is_run or path.name.startswith(".") or path.resolve() == cache.resolve()
+
+    return (path for path in _files(folder, passed_over) if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())
+
+
+def _files(root: Path, passed_over: Callable[[Path], bool]) -> Iterator[Path]:
+    """All files below a folder; folders that are passed over, perhaps large, are not even looked at."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not passed_over(Path(folder, name))]
+        yield from (Path(folder, name) for name in files)
 
 
 def _wikitext(name: str, data_dir: Path | None, cache: Path) -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ from blocktrain.learning.data import Bytes, rows_without_overlap
 from blocktrain.learning.model import Block, pool
 
 MARGINAL_DRAWS = 8
+LEAST_SAY = 1e-3  # weight of a block that the pool is better without
+FIT_STEPS = 20
+FIT_GAIN = 1e-7  # nats: less is not worth another step
+FIT_RIDGE = 1e-6  # so that blocks that agree in everything have a solution, too
+FIT_PORTION = 512  # positions
 Predictors = Callable[[Tensor, int], dict[str, Tensor]]
 """(tokens (B, T), index of the first row) -> log-probabilities or logits (B, T, V) by name."""
 Progress = Callable[[float], None]
@@ -123,24 +129,58 @@ def text_bits(block: Block, prompt: bytes, text: bytes) -> float:
     return -taken.double().mean().item() / math.log(2)
 
 
+@torch.no_grad()
 def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit: int = 1 << 16) -> Tensor:
-    """Weights of the log-linear pool that fit the calibration slice best (a convex problem; Newton-like LBFGS)."""
-    with torch.no_grad():
-        logp, targets = _calibration(model, calibration, rows, limit)
-    weights = torch.full((len(model.blocks),), 1 / len(model.blocks), dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=50, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(torch.einsum("n,npv->pv", weights.float(), logp), targets)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    found = weights.detach().float()
-    if bool((found <= 0).any()):  # a block that only hurts gets no say; the rest share its weight
-        found = found.clamp(min=1e-3)
+    """Weights of the log-linear pool that fit the calibration slice best, none of them negative."""
+    logp, targets = _calibration(model, calibration, rows, limit)
+    found = torch.full((len(model.blocks),), LEAST_SAY)
+    used = torch.arange(len(model.blocks))
+    while len(used):  # a block that only hurts gets next to no say, and the others are fitted anew without it
+        weights = _fitted(logp, targets, used)
+        if (weights > LEAST_SAY).all():
+            found[used] = weights.float()
+            break
+        used = used[weights > LEAST_SAY]
     return found
+
+
+def _fitted(logp: Tensor, targets: Tensor, used: Tensor) -> Tensor:
+    """The best weights of some blocks, of any sign: a convex problem of a few numbers, by Newton's method."""
+    weights = torch.full((len(used),), 1 / len(used), dtype=torch.float64)
+    fit = _fit_of(weights, logp, targets, used)
+    for _ in range(FIT_STEPS):
+        step = torch.linalg.solve(fit.curve, fit.slope)
+        if fit.slope @ step < FIT_GAIN:
+            break
+        while (found := _fit_of(weights - step, logp, targets, used)).loss > fit.loss and fit.slope @ step >= FIT_GAIN:
+            step /= 2
+        weights, fit = weights - step, found
+    return weights
+
+
+class _Fit(NamedTuple):
+    """How well a pool's weights fit: cross entropy, and its first and second derivative by the weights."""
+
+    loss: float
+    slope: Tensor
+    curve: Tensor
+
+
+def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, used: Tensor) -> _Fit:
+    """Of some blocks' log-probabilities (N, P, V): the mean over positions, in portions that stay in the processor's cache."""
+    positions = len(targets)
+    loss, slope, curve = 0.0, torch.zeros_like(weights), FIT_RIDGE * positions * torch.eye(len(used), dtype=weights.dtype)
+    for portion, target in zip(logp.split(FIT_PORTION, 1), targets.split(FIT_PORTION), strict=True):
+        each = portion[used]
+        pooled = torch.einsum("n,npv->pv", weights.float(), each).log_softmax(-1)
+        chance = pooled.exp()
+        expected = torch.einsum("pv,npv->np", chance, each)
+        spread = ((each - expected[..., None]) * chance.sqrt()).flatten(1)
+        here = torch.arange(len(target))
+        loss -= pooled[here, target].double().sum().item()
+        slope += (expected - each[:, here, target]).double().sum(1)
+        curve += (spread @ spread.T).double()
+    return _Fit(loss / positions, slope / positions, curve / positions)
 
 
 def _calibration(model: Model, split: Bytes, rows: int, limit: int) -> tuple[Tensor, Tensor]:

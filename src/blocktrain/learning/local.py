@@ -1,4 +1,4 @@
-"""Training on this machine: one block from its start to its published weights, then composing and judging the result."""
+"""What `blocktrain train` does beside its blocks: the end-to-end reference, then composing and judging the result."""
 
 from __future__ import annotations
 
@@ -44,16 +44,14 @@ Told = Callable[[int, int, float], None]
 """(block, steps made, loss)"""
 
 
-def train_one(channel: Channel, plan: Plan, index: int) -> None:
-    """The work of one process: one block from its saved state (or its start) to its published weights."""
+def train_reference(channel: Channel, plan: Plan) -> None:
+    """The work of one process: the end-to-end model from its saved state (or its start) to its published weights."""
     torch.set_num_threads(plan.threads)
-    device = pick_device(plan.config.device)
-    reads = plan.config.independent if plan.config.compose == "fuse" and index == plan.config.blocks else 0
-    trainer = Trainer(plan.config, index, [load_block(plan.run, plan.config, n, device) for n in range(1, reads + 1)])
-    state = plan.run.state(index)
+    trainer = Trainer(plan.config, REFERENCE)
+    state = plan.run.state(REFERENCE)
     if state.exists():
         trainer.load(state)
-    began = said = saved = time.monotonic()
+    said = saved = time.monotonic()
     losses: list[float] = []
     for step, loss in trainer.run(plan.source.open().train, plan.config.steps):
         losses.append(loss)
@@ -67,9 +65,9 @@ def train_one(channel: Channel, plan: Plan, index: int) -> None:
         if now - saved > CHECKPOINT_SECONDS:
             trainer.save(state)
             saved = now
-    publish(plan.run, index, trainer.block)
+    channel.send(kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb())
+    publish(plan.run, REFERENCE, trainer.block)
     state.unlink(missing_ok=True)
-    channel.send(kind="block_done", step=trainer.step, seconds=round(time.monotonic() - began, 1), peak_mb=peak_mb())
 
 
 def peak_mb() -> float:
@@ -109,7 +107,7 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     if plan.run.weights(REFERENCE).exists():
         reference = load_block(plan.run, config, REFERENCE, model.device)
         ce["reference"] = evaluate_alone(reference, corpus.valid, config.context)
-    done = {e["block"]: e for e in read_events(plan.run.events) if e.get("kind") == "block_done" and "block" in e}
+    work = _work_done(plan.run)
     prompt = bytes(corpus.valid[: config.context // 2])
     sampler = Sampler(config.seed, temperature=0.8)
     written = autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device)
@@ -120,10 +118,21 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
         "parameters": {block_name(n): _parameters(plan, n) for n in range(config.blocks + 1) if plan.run.weights(n).exists()},
         "pool_weights": None if model.pool_weights is None else [round(float(w), 4) for w in model.pool_weights],
         "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)] if config.objective == "denoise" else None,
-        "seconds": {block_name(n): e["seconds"] for n, e in sorted(done.items())},
-        "peak_mb": {block_name(n): e["peak_mb"] for n, e in sorted(done.items())},
+        "seconds": {block_name(n): round(sum(seconds for seconds, _ in done), 1) for n, done in sorted(work.items())},
+        "peak_mb": {block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())},
         "sample": {"prompt": prompt.decode("utf-8", "replace"), "text": bytes(written).decode("utf-8", "replace"), "temperature": 0.8},
     }
+
+
+def _work_done(run: Run) -> dict[int, list[tuple[float, float]]]:
+    """By block, the seconds and the peak memory of all that was trained of it, however often the run was stopped."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for event in read_events(run.events):
+        match event:
+            case {"kind": "trained", "block": int(block), "seconds": int() | float() as seconds, "peak_mb": int() | float() as peak}:
+                before = [] if block == REFERENCE else found.get(block, [])  # the reference tells of all its steps at once
+                found[block] = [*before, (seconds, peak)]
+    return found
 
 
 def _parameters(plan: Plan, index: int) -> int:

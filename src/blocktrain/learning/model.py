@@ -57,13 +57,14 @@ class RMSNorm(nn.Module):
 
 
 class Cache:
-    """Ids, keys and values of one block for the positions [0, length) of the current window."""
+    """Ids, keys and values of one block, and what a fusion block hands on, for the positions [0, length) of the current window."""
 
     def __init__(self, block: Block, batch: int) -> None:
         slots = block.context + MIN_ROWS
         shape = (len(block.layers), 2, batch, block.heads, slots, block.embed.shape[-1] // block.heads)
         self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
         self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
+        self.handed_on = torch.zeros(batch, slots if block.reads else 0, block.embed.shape[-1]).to(self.data)
         self.length = 0
 
     def truncate(self, length: int) -> None:
@@ -129,12 +130,15 @@ class Readout(nn.Module):
         """(N, B, T, W) raw features -> the same under each block's own final norm."""
         return F.rms_norm(features, (features.shape[-1],), None, 1e-6) * self.norms[:, None, None]
 
-    def forward(self, normed: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, normed: Tensor, kept: Tensor, corrections: Tensor | None = None) -> Tensor:
         """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V).
 
         One product pools them: what would make each block's logits log-probabilities is the same number for every byte.
+        Corrections (N, B, T, W) pass through all heads, for the heads are here even where a block's features are missing.
         """
         shared = normed * shares(self.weights, kept)[:, :, None, None]
+        if corrections is not None:
+            shared = shared + corrections * self.weights[:, None, None, None]
         return product(joined(shared), self.heads.flatten(0, 1)).float()
 
 
@@ -166,6 +170,7 @@ class Block(nn.Module):
             self.readout = Readout(reads, W)
             self.mix = Linear(reads * W, W, parts=reads)
             self.correct = Linear(W, reads * W, parts=reads)
+            self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
         else:
             self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0.5)
         self.register_buffer("rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False)
@@ -175,14 +180,15 @@ class Block(nn.Module):
         tokens: Tensor,  # (B, T)
         *,
         z: Tensor | None = None,  # (B, T, Z), scaled by c_in
-        c_noise: Tensor | None = None,  # (B,) or ()
+        c_noise: Tensor | None = None,  # (), (B,) or, one per position, (B, T)
         cache: Cache | None = None,
         tail: int = 0,
     ) -> Tensor:
         """The residual stream after the last layer, (B, T, W). With a cache the tokens continue where it ends."""
         x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
         if z is not None and c_noise is not None:
-            x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(-1, 1, x.shape[-1])
+            sequences = c_noise.shape[0] if c_noise.ndim else 1
+            x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
         return self.through_layers(x, cache, tail)
 
     def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
@@ -239,12 +245,23 @@ class Block(nn.Module):
         """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there.
 
         The layers correct the features, and the heads that the blocks were trained with read the corrected ones. New layers add
-        nothing, so that fusion starts as the pool.
+        nothing, so that fusion starts as the pool. A position also knows the features of the one before it: what each block
+        expected of the byte that then came.
         """
         normed = self.readout.normed(features) * kept[:, :, None, None]
-        x = self.embedded(tokens, cache.length if cache else 0, cache, 0) + self.mix(joined(normed))
-        corrections = self.correct(self.through_layers(x, cache) - x)
-        return self.readout(normed + corrections.unflatten(-1, (self.reads, -1)).permute(2, 0, 1, 3), kept)
+        read = joined(normed)
+        x = self.embedded(tokens, cache.length if cache else 0, cache, 0) + self.mix(read) + to_the_next(self.hand_on(read), cache)
+        corrections = self.correct(self.through_layers(x, cache) - x).unflatten(-1, (self.reads, -1)).permute(2, 0, 1, 3)
+        return self.readout(normed, kept, corrections)
+
+
+def to_the_next(x: Tensor, cache: Cache | None) -> Tensor:
+    """(B, T, W) -> the same one position later; the first position of a window has nothing before it."""
+    if not cache:
+        return F.pad(x, (0, 0, 1, -1))
+    start, end = cache.length, cache.length + x.shape[1]
+    cache.handed_on[:, start + 1 : end + 1] = x
+    return cache.handed_on[:, start:end]
 
 
 def pool(logp: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
@@ -278,7 +295,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def noise_features(c_noise: Tensor) -> Tensor:
-    """Sines and cosines of the noise level, (B, 2 * NOISE_FREQUENCIES)."""
+    """Sines and cosines of every noise level, (as many as there are, 2 * NOISE_FREQUENCIES)."""
     frequency = torch.logspace(0, 5, NOISE_FREQUENCIES, base=2.0, device=c_noise.device)
     angle = c_noise.reshape(-1, 1).float() * frequency
     return torch.cat([angle.cos(), angle.sin()], dim=-1)

@@ -83,7 +83,12 @@ def edm(sigma: Tensor, sigma_data: float) -> Edm:
     )
 
 
-def euler_step(z: Tensor, denoised: Tensor, sigma: float, sigma_next: float) -> Tensor:
+def in_tail(positions: int, tail: int, device: torch.device) -> Tensor:
+    """Which of the positions (T,) are the last `tail`."""
+    return torch.arange(positions, device=device) >= positions - tail
+
+
+def euler_step(z: Tensor, denoised: Tensor, sigma: float | Tensor, sigma_next: float | Tensor) -> Tensor:
     """One step of the probability-flow ODE from sigma to sigma_next."""
     return z + (sigma_next - sigma) * (z - denoised) / sigma
 

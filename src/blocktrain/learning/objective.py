@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.learning.model import Block
-from blocktrain.learning.noise import NoiseLevels, Range, edm, noise_levels
+from blocktrain.learning.noise import NoiseLevels, edm, in_tail, noise_levels
 
 
 class Loss(NamedTuple):
@@ -28,14 +28,14 @@ def next_loss(block: Block, tokens: Tensor) -> Loss:
 
 
 def denoise_logits(block: Block, table: Tensor, tokens: Tensor, z: Tensor, sigma: Tensor, sigma_data: float, *, tail: int = 0) -> Tensor:
-    """log p(next byte | bytes, z) up to a constant, (B, T, V); sigma is one level or one per sequence.
+    """log p(next byte | bytes, z) up to a constant, (B, T, V); sigma is one level, one per sequence (B,) or one per position (B, T).
 
     `exact`: Bayes' rule splits it into what the context says, f, and what z says, z.Y / sigma^2 (rows of Y have unit
     length). `edm`: the network completes EDM's estimate D of the target, and a head reads D.
     """
-    level = sigma.reshape(-1, 1, 1)
+    level = sigma[..., None] if sigma.ndim == 2 else sigma.reshape(-1, 1, 1)
     c = edm(level, sigma_data)
-    hidden = block.features(tokens, z=c.in_ * z, c_noise=c.noise.flatten(), tail=tail)
+    hidden = block.features(tokens, z=c.in_ * z, c_noise=c.noise.squeeze(-1), tail=tail)
     if block.skip == "exact":
         return block(hidden) + (z @ table.T) / level**2
     estimate = c.skip * z + c.out * block.z_out(block.norm(hidden))
@@ -44,36 +44,30 @@ def denoise_logits(block: Block, table: Tensor, tokens: Tensor, z: Tensor, sigma
 
 def denoise_loss(block: Block, table: Tensor, tokens: Tensor, config: Config, index: int, generator: torch.Generator) -> Loss:
     """Weighted cross entropy at noise levels drawn from the range of block `index`."""
-    uniform = torch.rand(tokens.shape[0], generator=generator).to(tokens.device)
-    noise = torch.randn(*tokens[:, 1:].shape, table.shape[1], generator=generator).to(tokens.device)
-    if config.tail and torch.rand((), generator=generator).item() < config.tail_share:
-        return _denoise_at(block, table, tokens, noise, uniform, config, _range(config, index, tail=True), config.tail)
-    return _denoise_at(block, table, tokens, noise, uniform, config, _range(config, index, tail=False), 0)
-
-
-def _range(config: Config, index: int, *, tail: bool) -> tuple[NoiseLevels, Range]:
-    levels = noise_levels(config, tail=tail)
-    return levels, levels.ranges(config.blocks, config.gamma)[index - 1]
-
-
-def _denoise_at(
-    block: Block,
-    table: Tensor,
-    tokens: Tensor,
-    noise: Tensor,
-    uniform: Tensor,
-    config: Config,
-    levels: tuple[NoiseLevels, Range],
-    tail: int,
-) -> Loss:
-    sigma = levels[0].sample(levels[1], uniform)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    z = table[targets] + sigma[:, None, None] * noise
+    uniform = torch.rand(tokens.shape[0], generator=generator).to(tokens.device)
+    noise = torch.randn(*targets.shape, table.shape[1], generator=generator).to(tokens.device)
+    tail = config.tail if config.tail and torch.rand((), generator=generator).item() < config.tail_share else 0
+    sigma = training_levels(config, index, uniform, targets.shape[1], tail)
+    z = table[targets] + sigma.reshape(*sigma.shape[:1], -1, 1) * noise
     logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=tail)
-    ce = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+    ce = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    ce = ce.mean(1) if sigma.ndim == 1 else ce
     # The weight undoes c_out, the scale at which EDM's network speaks; with the exact skip there is none to undo.
     weight = edm(sigma, config.sigma_data).weight if block.skip == "edm" else torch.ones_like(sigma)
     return Loss((weight * ce).mean(), ce.mean())
+
+
+def training_levels(config: Config, index: int, uniform: Tensor, positions: int, tail: int) -> Tensor:
+    """Noise levels of block `index`, from one uniform number a sequence: (B,), or with a tail, which goes further down, (B, T)."""
+
+    def drawn(levels: NoiseLevels) -> Tensor:
+        return levels.sample(levels.ranges(config.blocks, config.gamma)[index - 1], uniform)
+
+    plain = drawn(noise_levels(config))
+    if not tail:
+        return plain
+    return torch.where(in_tail(positions, tail, uniform.device), drawn(noise_levels(config, tail=True))[:, None], plain[:, None])
 
 
 def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:

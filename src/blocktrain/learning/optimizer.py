@@ -6,20 +6,27 @@ it at all. This one stays in float32, so that a task that is trained again gives
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from blocktrain.learning.model import Linear
 
-INSIDE = ("layers.", "mix.", "correct.")  # from the residual stream to the residual stream
+INSIDE = ("layers.", "mix.", "correct.", "hand_on.")  # from the residual stream to the residual stream
 STEEP = (3.4445, -4.7750, 2.0315)  # Newton-Schulz with a steep start: five rounds bring singular values near one
 ROUNDS = 5
 MOMENTUM = 0.9
 LENGTH = 0.4  # of a step, root mean square, in learning rates: twice that of AdamW's steps, which measured best
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's own, taking its steps without asking for the compiler."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Muon(Optimizer):
@@ -75,6 +82,7 @@ class Optimizers:
             {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
         ]
+        _spare_the_compiler()
         self._parts: list[Optimizer] = [AdamW(groups, betas=(0.9, 0.95), fused=True)]
         if inside:
             self._parts.append(Muon(inside.values(), weight_decay=weight_decay))
@@ -102,3 +110,9 @@ class Optimizers:
             held = {p for group in part.param_groups for p in group["params"]}
             part.state.clear()
             part.state.update({p: of_one for p, of_one in found.items() if p in held})
+
+
+def _spare_the_compiler() -> None:
+    """An optimizer imports torch's compiler, two seconds at every worker's start, to tell it what not to compile: say it beforehand."""
+    add_group = inspect.unwrap(Optimizer.add_param_group)
+    setattr(add_group, "__dynamo_disable", add_group)

@@ -1,7 +1,7 @@
 """The run folder: what is in it, how it is read and written, and what is said when it is not what it should be.
 
 RUN/
-  config.toml             settings, and the corpus
+  config.toml             settings with their fingerprint, the corpus, whether the reference is wanted
   events.jsonl            what happened, a line each
   coordinator/            ledger, versions and updates: all that `blocktrain audit` needs
   state/                  optimizer and updates of unfinished blocks, weights and step of the unfinished reference
@@ -19,20 +19,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import tomli_w
 import torch
 
-from blocktrain.config import Config, make_config, read_toml
-from blocktrain.errors import RunError
+from blocktrain.config import Config, make_config, read_settings
+from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import Model
 from blocktrain.learning.model import Block, build_block, build_reference
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
-FORMAT = "blocktrain-model-1"
+FORMAT = "blocktrain-model-2"
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,60 @@ def block_name(index: int) -> str:
     return "reference" if index == REFERENCE else f"block-{index}"
 
 
-def create_run(folder: Path, config: Config, data: str) -> Run:
+class Opened(NamedTuple):
+    """What config.toml of a run folder says."""
+
+    run: Run
+    config: Config
+    data: str
+    reference: bool
+
+
+def create_run(folder: Path, config: Config, data: str, *, reference: bool = False) -> Run:
     """A new run folder; refuses one that already holds something."""
     run = Run(folder)
+    try:
+        content = _settings(config, data, reference)
+    except UnicodeEncodeError:
+        raise RunError(f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written down; rename it") from None
     try:
         if folder.exists() and any(folder.iterdir()):
             raise RunError(f"{folder} already holds something; continue it with --resume, or name another folder with --out")
         for path in (folder, run.model, folder / "state"):
             path.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "config.toml", tomli_w.dumps({"data": data, **config.model_dump()}).encode())
+        write_atomic(folder / "config.toml", content)
     except OSError as error:
         raise RunError(f"cannot write the run folder {folder}: {error.strerror or error}") from None
     return run
 
 
-def open_run(folder: Path) -> tuple[Run, Config, str]:
-    """An existing run folder with its settings and the name of its corpus."""
-    if not (folder / "config.toml").is_file():
+def _settings(config: Config, data: str, reference: bool) -> bytes:
+    told = {"data": data, "reference": reference, "fingerprint": config.fingerprint}
+    return tomli_w.dumps({**told, **config.model_dump()}).encode()
+
+
+def open_run(folder: Path) -> Opened:
+    """An existing run folder; its settings must be those that it was made with."""
+    path = folder / "config.toml"
+    if not path.is_file():
         raise RunError(f"{folder} is not a run folder (it has no config.toml); train one with: blocktrain train --out {folder}")
-    settings = read_toml(folder / "config.toml")
-    data = settings.pop("data", "stdlib")
-    return Run(folder), make_config(settings), str(data)
+    settings, told = read_settings(path)
+    data, reference, fingerprint = (told.get(name) for name in ("data", "reference", "fingerprint"))
+    if not isinstance(data, str) or not isinstance(reference, bool) or not isinstance(fingerprint, str):
+        raise RunError(f"{path} is damaged or no run's: it does not say data, reference and fingerprint")
+    try:
+        config = make_config(settings)
+    except ConfigError as error:
+        raise RunError(f"{path} is damaged, or of another version of blocktrain: {error}") from None
+    if config.fingerprint != fingerprint:
+        raise RunError(f"{path} was changed, or is of another version of blocktrain: start a new run with --config")
+    return Opened(Run(folder), config, data, reference)
+
+
+def want_reference(opened: Opened) -> Opened:
+    """Let the run remember that the end-to-end model is wanted too, however often it is resumed."""
+    write_atomic(opened.run.folder / "config.toml", _settings(opened.config, opened.data, True))
+    return opened._replace(reference=True)
 
 
 def publish(run: Run, index: int, block: Block) -> None:
@@ -164,6 +197,7 @@ class Manifest:
 
     run: Run
     config: Config
+    data: str
     files: dict[str, str]
     pool_weights: list[float] | None
 
@@ -183,11 +217,16 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(path)
     if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict) or not isinstance(content.get("files"), dict):
         raise RunError(f"{path} is not a BlockTrain model of a format this version reads ({FORMAT})")
-    config = make_config(content["settings"])
-    weights = content.get("pool_weights")
-    if weights is not None and not (isinstance(weights, list) and [type(w) for w in weights] == [float] * config.independent):
+    config, weights, data = make_config(content["settings"]), content.get("pool_weights"), content.get("data")
+    if content.get("fingerprint") != config.fingerprint:
+        raise RunError(f"{path} was changed, or is of another version of blocktrain: its settings are not those of its fingerprint")
+    if not isinstance(data, str) or not data:
+        raise RunError(f"{path} is damaged: it does not say what the model was trained on")
+    if weights is not None and not (
+        isinstance(weights, list) and len(weights) == config.independent and all(type(w) is float and math.isfinite(w) for w in weights)
+    ):
         raise RunError(f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks")
-    return Manifest(run, config, content["files"], weights)
+    return Manifest(run, config, data, content["files"], weights)
 
 
 def load_blocks(manifest: Manifest, numbers: Iterable[int], device: torch.device) -> dict[int, Block]:
@@ -210,7 +249,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a sentence."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"cannot read {path}: {error}") from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it does not hold an object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from blocktrain.config import Config
+from blocktrain.config import Config, Schedule, known_device
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning import data
@@ -27,7 +28,7 @@ REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str) -> float:
+def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: Schedule) -> float:
     """Linear warm-up over at most a tenth of all steps, then the schedule down to zero (or constant), where it stays."""
     warmup = min(warmup, steps // 10)
     if step < warmup:
@@ -40,10 +41,16 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: str
 
 def pick_device(name: str) -> torch.device:
     """The device by name; auto takes the best there is."""
+    try:
+        known_device(name)
+    except ValueError as error:
+        raise ConfigError(f"device={name!r} {error}") from None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={name}, but this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
+    if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name}, but this torch sees {torch.cuda.device_count()} CUDA device(s), numbered from 0")
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps, but this torch sees no Apple GPU; use --device cpu")
     return torch.device(name)
@@ -69,6 +76,7 @@ class Trainer:
     sources: Sequence[Block] = ()
     step: int = 0
     stream: int | None = None  # which order of the corpus is read; by default the block's own
+    seconds: float = field(default=0.0, init=False)  # that its steps took, also before a stop
     block: Block = field(init=False)
     optimizer: Optimizers = field(init=False)
 
@@ -93,6 +101,11 @@ class Trainer:
         return self.config.fusion_learning_rate if self.block.reads else self.config.learning_rate
 
     @property
+    def schedule(self) -> Schedule:
+        """How the learning rate of this kind of block falls from its peak."""
+        return self.config.fusion_schedule if self.block.reads else self.config.schedule
+
+    @property
     def own_stream(self) -> int:
         """The order of the corpus that is this block's own; others are for its replicas."""
         return self.index if self.config.data_order == "own" or self.index == REFERENCE else 1
@@ -105,8 +118,10 @@ class Trainer:
     def run(self, corpus: data.Bytes, until: int) -> Iterator[tuple[int, float]]:
         """Train to step `until`; after every step yields (steps made, cross entropy)."""
         while self.step < until:
+            began = time.monotonic()
             loss = self._one_step(corpus)
             self.step += 1
+            self.seconds += time.monotonic() - began
             yield self.step, loss
 
     def _one_step(self, corpus: data.Bytes) -> float:
@@ -118,7 +133,7 @@ class Trainer:
         self.block.zero_grad(set_to_none=True)
         loss.total.backward()
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
-        self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, c.schedule))
+        self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, self.schedule))
         ce = loss.ce.item()
         if not math.isfinite(ce):
             raise RunError(f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate")
@@ -156,7 +171,7 @@ class Trainer:
         """Weights, optimizer moments and step, as one safetensors file, atomically."""
         tensors = {f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()}
         tensors |= self.moments()
-        metadata = {"fingerprint": self.config.fingerprint, "index": str(self.index), "step": str(self.step)}
+        metadata = {"fingerprint": self.config.fingerprint, "index": str(self.index), "step": str(self.step), "seconds": str(self.seconds)}
         write_atomic(path, safetensors.torch.save(tensors, metadata))
 
     def load(self, path: Path) -> None:
@@ -164,7 +179,7 @@ class Trainer:
         tensors, metadata = read_tensors(path)
         if metadata.get("fingerprint") != self.config.fingerprint or metadata.get("index") != str(self.index):
             raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
-        self.step = int(metadata["step"])
+        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
         load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
         self.restore({k: t for k, t in tensors.items() if not k.startswith("model.")})
 

@@ -65,8 +65,9 @@ class Pulse:
         """Called when the last beat said so."""
         waiting = due or bool(self._pings)
         deadline = max(self._heard, self._asked) + SILENCE + self.rtt + self._unheard / SLOWEST
-        # A late call means that this process stood still: what has arrived meanwhile is read first.
-        if waiting and now >= deadline and now < self._planned + TICK:
+        # A late call means that this process stood still, perhaps with the whole machine: what arrives meanwhile is read first.
+        late = now >= self._planned + TICK
+        if waiting and now >= deadline and not late:
             return Beat(None, True, 0.0)
         self._ticks += 1
         ping = None
@@ -75,6 +76,6 @@ class Pulse:
             self._stamp += 1
             self._pings[self._stamp] = now
             ping = self._stamp
-        again = max(0.01, min(TICK, deadline - now)) if waiting else TICK
+        again = max(0.01, min(TICK, deadline - now)) if waiting and not late else TICK
         self._planned = now + again
         return Beat(ping, False, again)

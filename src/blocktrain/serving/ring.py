@@ -18,7 +18,6 @@ from blocktrain.config import VOCABULARY, Config
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import euler_hop, in_pieces, position_noise
 from blocktrain.learning.model import Block, Cache, target_table
-from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.decode import Answer, Picker, common
@@ -157,9 +156,7 @@ class RingSession:
 
     async def denoise(self, ids: bytes, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
         """Logits (wanted, V) at the end of a walk that begins with this noise (T, Z)."""
-        config = self._home.config
-        z = noise_levels(config, tail=tail > 0).edges(config.blocks)[-1] * noise
-        return await self._walk(ids, frames.Run(0, 0, len(ids), wanted, tail), z)
+        return await self._walk(ids, frames.Run(0, 0, len(ids), wanted, tail), self._home.config.sigma_max * noise)
 
     async def aclose(self) -> None:
         """Free the session everywhere."""
@@ -170,7 +167,6 @@ class RingSession:
 async def from_noise(session: RingSession, config: Config, answer: Answer, picker: Picker, sweeps: int) -> AsyncIterator[tuple[bytes, int]]:
     """The paper's sweep, a tail's length at a time, as `compose.sweep_from_noise`: each chunk and how many walks it took."""
     table = target_table(config)
-    highest = noise_levels(config, tail=True).sigma_max
     seed = picker.sampler.seed
     while answer.finish is None:
         size = min(config.tail, answer.left)
@@ -181,7 +177,7 @@ async def from_noise(session: RingSession, config: Config, answer: Answer, picke
         for number in range(sweeps):
             noise = position_noise(seed + number, first, len(ids), config.z_width)
             if chunk:
-                noise[-size:] += table[torch.tensor(chunk)] / highest
+                noise[-size:] += table[torch.tensor(chunk)] / config.sigma_max
             logits = await session.denoise(ids, noise, size, tail=size)
             chunk = list(picker.picks(logits, len(answer.text)))
         yield bytes(chunk), sweeps
