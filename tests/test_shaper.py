@@ -229,7 +229,9 @@ print(len(socket.if_nameindex()))
 def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -> None:
     if kind == "namespaces" and not namespaces_possible():
         pytest.skip("this system allows no network namespaces (root, ip and tc are needed)")
+    before = socket.if_nameindex()
     with hosts(2, Link(rtt_ms=30, mbit=40, seed=4), server, kind) as found:  # type: ignore[arg-type]
+        assert socket.if_nameindex() == before  # a browser here would break off what it loads, were this machine's own network changed
         assert [(host.kind, host.shaped.link.seed) for host in found] == [(kind, 4), (kind, 5)]
         running = [
             subprocess.Popen(

@@ -23,8 +23,8 @@ import torch
 from blocktrain.bench.answers import Result
 from blocktrain.bench.machine import header
 from blocktrain.bench.shape import Shape, buffer, model_hash, parse_shape, shared_model
-from blocktrain.bench.shaper import Link, Shaped, shaped
-from blocktrain.bench.stages import LOCALHOST, START_SECONDS, STOP_SECONDS, carried, names
+from blocktrain.bench.shaper import LOCALHOST, Link, Shaped, shaped
+from blocktrain.bench.stages import START_SECONDS, STOP_SECONDS, carried, names
 from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import Sampler

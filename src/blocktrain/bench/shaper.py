@@ -16,13 +16,15 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing.connection import Connection
 
+from blocktrain.bench.namespaces import inside
 from blocktrain.errors import ConfigError, RunError
 
+LOCALHOST = "127.0.0.1"
 SEGMENT = 64 << 10  # bytes of a connection's stream that are lost, or break the connection, together
 PIECE_SECONDS = 0.002  # the line serves its connections in turns of about so long
 QUEUE_SECONDS = 0.05  # that the line's queue holds before senders must wait
@@ -135,10 +137,13 @@ class Shaped:
 
 
 @contextmanager
-def shaped(host: str, port: int, link: Link, *, listen: str = "127.0.0.1", apart: bool = True) -> Iterator[Shaped]:
-    """A link to a server, as long as the block lasts; in a process of its own, or with `apart=False` in a thread of this one."""
+def shaped(host: str, port: int, link: Link, *, listen: str = LOCALHOST, network: str = "", apart: bool = True) -> Iterator[Shaped]:
+    """A link to a server, as long as the block lasts; in a process of its own, or with `apart=False` in a thread of this one.
+
+    With a `network`, those who are to be served are in that namespace; the server is where this process is.
+    """
     ours, theirs = multiprocessing.Pipe()
-    arguments = (theirs, listen, (host, port), link)
+    arguments = (theirs, listen, network, (host, port), link)
     context = multiprocessing.get_context("spawn")
     runner = (
         context.Process(target=_serve, args=arguments, name="link", daemon=True)
@@ -163,16 +168,17 @@ def shaped(host: str, port: int, link: Link, *, listen: str = "127.0.0.1", apart
         ours.close()
 
 
-def _serve(control: Connection, listen: str, target: tuple[str, int], link: Link) -> None:
+def _serve(control: Connection, listen: str, network: str, target: tuple[str, int], link: Link) -> None:
     """The proxy's process or thread: until it is told to end, or nobody is there to tell."""
     try:
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        with inside(network) if network else nullcontext():
+            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # the kernel must not take what the line does not
         listening.bind((listen, 0))
         listening.listen(1024)
-    except OSError as error:
-        control.send(f"{listen}: {error.strerror or error}")
+    except (OSError, RunError) as error:
+        control.send(f"{listen}: {getattr(error, 'strerror', '') or error}")
         return
     with listening, suppress(KeyboardInterrupt):  # Ctrl-C reaches the whole group; the parent's pipe ends with it
         asyncio.run(_Proxy(listening, target, link).run(control))

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from blocktrain.bench.shaper import Link, Shaped, shaped
+from blocktrain.bench.shaper import LOCALHOST, Link, Shaped, shaped
 from blocktrain.errors import RunError
 from blocktrain.serving.address import parse_address
 
 START_SECONDS = 120.0
 STOP_SECONDS = 10.0
-LOCALHOST = "127.0.0.1"
 
 
 @dataclass(eq=False)

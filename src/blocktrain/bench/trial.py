@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from blocktrain.bench.brake import Brake
-from blocktrain.bench.hosts import Host, enter, hosts
+from blocktrain.bench.hosts import Host, hosts
+from blocktrain.bench.namespaces import enter
 from blocktrain.bench.shaper import Link
 from blocktrain.config import Config
 from blocktrain.coordination.client import HttpClient, LocalClient
