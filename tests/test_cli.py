@@ -55,8 +55,8 @@ def test_evaluate_agrees_with_the_result_of_the_run(
     assert _called(monkeypatch, "evaluate", str(trained), "--json") == 0
     models = json.loads(capsys.readouterr().out)["models"]
     result = json.loads((trained / "result.json").read_text())["valid_ce"]
-    assert models["composed"]["nats_per_byte"] == pytest.approx(result["composed"], abs=1e-4)
-    assert {"block_1", "block_2", "pool", "fuse"} < set(models)
+    assert {name: told["nats_per_byte"] for name, told in models.items()} == pytest.approx(result, abs=1e-4)
+    assert {"composed", "block_1", "block_2", "pool", "fuse", "reference"} == set(models)
 
 
 @pytest.mark.parametrize("mode", [[], ["--mode", "sweep", "--sweeps", "3"]])

@@ -150,7 +150,7 @@ def evaluate(
     device: str = "cpu",
     json_: Json = False,
 ) -> None:
-    """Cross entropy of a trained run on the whole valid split: composed, per block, and the paper's path if it has one.
+    """Cross entropy of a trained run on the whole valid split: composed, per block, the paper's path and the reference if it has them.
 
     Parameters
     ----------
@@ -163,16 +163,17 @@ def evaluate(
     device
         cpu, cuda, cuda:N, mps or auto.
     """
-    from blocktrain.learning.evaluate import evaluate as evaluate_model
+    from blocktrain.learning.local import evaluate_run
     from blocktrain.learning.runs import load_model, read_manifest
     from blocktrain.learning.train import pick_device
     from blocktrain.terminal import bar, ce_table, console
 
     model = load_model(run, pick_device(device))
-    corpus = source(read_manifest(run).data if data is None else data).open()
+    manifest = read_manifest(run)
+    corpus = source(manifest.data if data is None else data).open()
     corpus.require(model.config.context)
     with bar("evaluating") as progress:
-        ce = evaluate_model(model, corpus.valid, seed=model.config.seed, draws=draws, progress=progress)
+        ce = evaluate_run(manifest.run, model, corpus.valid, draws=draws, progress=progress)
     if json_:
         values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": math.exp(v)} for n, v in ce.items()}
         print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": values}))

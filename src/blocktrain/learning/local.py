@@ -101,12 +101,18 @@ def fit_and_seal(run: Run, config: Config, data: str, calibration: Bytes, device
     seal(run, config, data, weights)
 
 
+def evaluate_run(run: Run, model: Model, split: Bytes, *, draws: int, progress: Progress) -> dict[str, float]:
+    """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
+    ce = evaluate(model, split, seed=model.config.seed, draws=draws, progress=progress)
+    if run.weights(REFERENCE).exists():
+        reference = load_block(run, model.config, REFERENCE, model.device)
+        ce["reference"] = evaluate_alone(reference, split, model.config.context)
+    return ce
+
+
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
     config = plan.config
-    ce = evaluate(model, corpus.valid, seed=config.seed, draws=1, progress=progress)
-    if plan.run.weights(REFERENCE).exists():
-        reference = load_block(plan.run, config, REFERENCE, model.device)
-        ce["reference"] = evaluate_alone(reference, corpus.valid, config.context)
+    ce = evaluate_run(plan.run, model, corpus.valid, draws=1, progress=progress)
     work = _work_done(plan.run)
     prompt = bytes(corpus.valid[: config.context // 2])
     sampler = Sampler(config.seed, temperature=0.8)
