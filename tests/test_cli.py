@@ -202,11 +202,12 @@ def test_bad_input_gets_one_sentence(
     assert kept == before
 
 
+@pytest.mark.parametrize("name", ["model/block-1.safetensors", "reference/model.safetensors"])
 def test_a_damaged_model_is_refused(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
-    path = copy / "model" / "block-1.safetensors"
+    path = copy / name
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))

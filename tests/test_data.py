@@ -37,8 +37,9 @@ def test_a_file_is_split_at_a_line_and_mapped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"], "a file is read in place"
 
 
-def test_a_file_without_lines_is_split_all_the_same(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(b"x" * 10000)
+@pytest.mark.parametrize("text", [b"x" * 10000, b"x" * 9999 + b"\n", b"x" * 9990 + b"\n" + b"x" * 9])
+def test_a_file_without_lines_is_split_all_the_same(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "text.txt").write_bytes(text)
     assert len(open_corpus(str(tmp_path / "text.txt"), None, tmp_path).valid) == 500
 
 

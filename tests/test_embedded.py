@@ -24,6 +24,7 @@ from blocktrain.learning.local import Plan, complete
 from blocktrain.learning.runs import Run, create_run, load_model, publish, read_json
 from blocktrain.learning.train import REFERENCE, Trainer
 from conftest import tiny_config
+from waiting import until
 
 SCRIPT = """
 import sys
@@ -117,6 +118,31 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: C
     assert not list((here.run.folder / "state").iterdir())
     assert [event["kind"] for event in read_events(here.run.events)].count("start") == 3
     assert here.versions() == 60
+
+
+def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(compose="pool", blocks=1, steps=600)
+    here = Here(tmp_path, config, corpus_folder, task_steps=600)
+
+    def steps_since_start() -> list[int]:
+        events = read_events(here.run.events)
+        last = max((n for n, event in enumerate(events) if event["kind"] == "start"), default=0)
+        return [event["step"] for event in events[last:] if event["kind"] == "step"]
+
+    process = here.start()
+    until(steps_since_start, "a step")
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=250)
+    assert said.startswith("interrupted: stopped; everything up to here is saved"), said
+    made = steps_since_start()[-1]
+    assert made < 600 and here.versions() == 0
+
+    here.finish()
+    assert steps_since_start()[0] > made
+    plain = Run(tmp_path / "plain")
+    publish(plain, 1, alone(config, 1, corpus).block)
+    assert sha256(here.run.weights(1)) == sha256(plain.weights(1))
+    assert here.versions() == 1
 
 
 def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path) -> None:

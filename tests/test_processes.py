@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from blocktrain.errors import ConfigError, RunError
+from blocktrain import processes
+from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.processes import Channel, Job, run_jobs
 
 
@@ -57,6 +58,18 @@ def touch_then_wait_and_save(channel: Channel, ready: Path, path: Path) -> None:
     wait_and_save(channel, path)
 
 
+def talk_on(channel: Channel) -> None:
+    """Never stops, whatever it is told."""
+    while True:
+        channel.send(pid=os.getpid())
+        time.sleep(0.01)
+
+
+def assert_gone(pid: int) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def heard(jobs: list[Job], slots: int) -> list[tuple[str, dict[str, Any]]]:
     messages: list[tuple[str, dict[str, Any]]] = []
     run_jobs(jobs, slots, lambda name, message: messages.append((name, message)))
@@ -90,6 +103,34 @@ def test_when_one_fails_the_others_save_and_end(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="bad: no"):
         heard([Job("good", touch_then_wait_and_save, (ready, saved)), Job("bad", fail_once_ready, (ready,))], 2)
     assert saved.read_text() == "saved"
+
+
+def test_one_that_talks_on_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
+    pids: list[int] = []
+
+    def stop(_: str, message: dict[str, Any]) -> None:
+        pids.append(message["pid"])
+        if len(pids) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="saved: call it again"):
+        run_jobs([Job("job", talk_on)], 1, stop, "call it again")
+    assert_gone(pids[0])
+
+
+def test_a_log_that_cannot_be_written_leaves_nobody_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "STOP_SECONDS", 0.5)
+    handler, pids = signal.getsignal(signal.SIGINT), list[int]()
+
+    def full(_: str, message: dict[str, Any]) -> None:
+        pids.append(message["pid"])
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        run_jobs([Job("job", talk_on)], 1, full)
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert_gone(pids[0])
 
 
 def test_jobs_that_wait_for_nothing_real_are_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 from blocktrain.config import Config
 from blocktrain.coordination import worker as worker_module
@@ -29,7 +30,7 @@ from blocktrain.coordination.worker_state import BlockFolder
 from blocktrain.errors import ConfigError, RunError, Unreachable
 from blocktrain.learning.data import Corpus, Source, open_corpus
 from blocktrain.learning.model import Block
-from blocktrain.learning.train import Trainer, block_weights
+from blocktrain.learning.train import Trainer, block_weights, read_tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.identity import Identity, new_identity
@@ -369,6 +370,26 @@ def test_pieces_of_a_pending_update_do_not_count(tmp_path: Path, place: Callable
     (found / "pending.safetensors").touch()
     assert folder.pending() is None
     assert sorted(path.name for path in found.iterdir()) == ["state.safetensors"]
+
+
+@pytest.mark.parametrize("found_later", ["as it was", "damaged", "of another task"])
+def test_a_task_is_continued_where_its_worker_was_stopped(place: Callable[..., Place], corpus: Corpus, found_later: str) -> None:
+    here = place(Policy.exact(4), blocks=2)
+    here.worker().run(lambda: len(here.events("step")) == 6)  # in the middle of the second task
+    (kept,) = here.folder.glob("cache/runs/*/*/block-*/paused.safetensors")
+    if found_later == "damaged":
+        kept.write_bytes(kept.read_bytes()[:100])
+    elif found_later == "of another task":
+        tensors, note = read_tensors(kept)
+        told = json.loads(note["blocktrain"])
+        told["order"]["task"] += 7
+        kept.write_bytes(safetensors.torch.save(tensors, {"blocktrain": json.dumps(told)}))
+    block, made = here.events("step")[-1]["block"], here.events("step")[-1]["step"]
+    here.worker().run()
+    again = next(event["step"] for event in here.events("step")[6:] if event["block"] == block)
+    assert again == (made + 1 if found_later == "as it was" else made - 1)
+    assert not list(here.folder.glob("cache/runs/*/*/block-*/paused.safetensors"))
+    assert_plain(here, corpus)
 
 
 def test_prepared_files_are_the_same_corpus(tmp_path: Path, corpus: Corpus, corpus_folder: Path) -> None:

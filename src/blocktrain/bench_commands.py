@@ -69,7 +69,7 @@ def step(
     Parameters
     ----------
     repeats
-        Steps of each kind; the medians are compared.
+        Steps of each kind; the ratio is the median over neighbouring pairs.
     """
     from blocktrain.bench import commands
 

@@ -169,11 +169,10 @@ def evaluate(
     from blocktrain.terminal import bar, ce_table, console
 
     model = load_model(run, pick_device(device))
-    manifest = read_manifest(run)
-    corpus = source(manifest.data if data is None else data).open()
+    corpus = source(read_manifest(run).data if data is None else data).open()
     corpus.require(model.config.context)
     with bar("evaluating") as progress:
-        ce = evaluate_run(manifest.run, model, corpus.valid, draws=draws, progress=progress)
+        ce = evaluate_run(run, model, corpus.valid, draws=draws, progress=progress)
     if json_:
         values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": math.exp(v)} for n, v in ce.items()}
         print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": values}))
@@ -221,6 +220,7 @@ def generate(
 
     from blocktrain.learning.compose import Sampler, autoregressive, sweep, sweep_from_noise
     from blocktrain.learning.runs import load_model
+    from blocktrain.learning.train import one_thread
 
     if mode == "autoregressive" and (draft != "first-block" or sweeps != 1):
         raise ConfigError("--sweeps and --draft are for --mode sweep: autoregressive text has one traversal per byte and no draft")
@@ -234,9 +234,10 @@ def generate(
     else:
         written = sweep(model.scorer(seed=seed), model.drafter(), text, max_tokens, context, sampler, sweeps, model.device)
     sys.stdout.buffer.write(text)
-    for byte in written:
-        sys.stdout.buffer.write(bytes([byte]))
-        sys.stdout.buffer.flush()
+    with one_thread():  # on more, a byte's bits depend on how many others are computed with it
+        for byte in written:
+            sys.stdout.buffer.write(bytes([byte]))
+            sys.stdout.buffer.flush()
     sys.stdout.buffer.write(b"\n")
 
 

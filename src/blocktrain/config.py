@@ -142,6 +142,10 @@ class Config(BaseModel):
         """How many blocks read only bytes; they are numbered 1 to this."""
         return self.blocks - 1 if self.compose == "fuse" else self.blocks
 
+    def reads(self, index: int) -> int:
+        """How many blocks this one reads the features of: all others if it is the fusion block."""
+        return self.independent if index > self.independent else 0
+
     @property
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON: equal exactly where all settings are."""

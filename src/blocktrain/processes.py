@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -84,7 +85,7 @@ def run_jobs(
                 del table.waiting[job.name]
             if not table.running:
                 raise RunError(f"jobs wait for something that never comes: {', '.join(table.waiting)}")
-            _collect(table, on_message)
+            _collect(table, on_message, again)
     except KeyboardInterrupt:
         _end(table, on_message)
         raise Interrupted(f"stopped; everything up to here is saved: {again}") from None
@@ -119,7 +120,7 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
+def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], again: str) -> None:
     """Take what has been said, and bury who has ended."""
     names = {running.connection: name for name, running in table.running.items()}
     for ready in wait(list(names), timeout=1.0):
@@ -131,7 +132,7 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -
             running.process.join()
             del table.running[name]
             if running.error or running.process.exitcode:
-                raise RunError(f"{name}: {running.error or _obituary(running.process.exitcode)}") from None
+                raise RunError(f"{name}: {running.error or _obituary(running.process.exitcode, again)}") from None
             table.done.add(name)
             continue
         if "error" in message:
@@ -140,32 +141,37 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -
             on_message(name, message)
 
 
-def _obituary(code: int | None) -> str:
+def _obituary(code: int | None, again: str) -> str:
     if code == -signal.SIGILL:  # seen on virtual machines that announce AMX and cannot run it
         return "the processor refused an instruction; use --dtype float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
     if code == -signal.SIGKILL:
-        return "the process was killed, perhaps for want of memory; what it had saved is kept: continue with --resume"
-    return f"the process died with exit code {code}; what it had saved is kept: continue with --resume"
+        return f"the process was killed, perhaps for want of memory; what it had saved is kept: {again}"
+    return f"the process died with exit code {code}; what it had saved is kept: {again}"
 
 
 def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
-    """Ask all to save and end; kill who does not."""
+    """Ask all to save and end; kill who has not done so in time."""
     signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for running in table.running.values():
         running.process.terminate()
-    for name, running in table.running.items():
-        while running.connection.poll(STOP_SECONDS):
-            try:
-                message = running.connection.recv()
-            except (EOFError, ConnectionResetError):
-                break
-            if "error" not in message:
-                on_message(name, message)
-        running.process.join(STOP_SECONDS)
-        if running.process.is_alive():
-            running.process.kill()
-            running.process.join()
-    signal.signal(signal.SIGINT, signal_handler)
+    deadline = time.monotonic() + STOP_SECONDS
+    try:
+        for name, running in table.running.items():
+            while running.connection.poll(max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline:
+                try:
+                    message = running.connection.recv()
+                except (EOFError, ConnectionResetError):
+                    break
+                if "error" not in message:
+                    with suppress(OSError):  # a log that cannot be written is told by what ended the jobs
+                        on_message(name, message)
+            running.process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for running in table.running.values():
+            if running.process.is_alive():
+                running.process.kill()
+                running.process.join()
+        signal.signal(signal.SIGINT, signal_handler)
 
 
 def _main(job: Job, connection: Connection) -> None:

@@ -18,7 +18,14 @@ from blocktrain.config import PRESETS, Config
 from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes, Source
-from blocktrain.learning.evaluate import context_predictors, cross_entropies, euler_predictors, evaluate_alone, fit_pool_weights
+from blocktrain.learning.evaluate import (
+    MARGINAL_DRAWS,
+    context_predictors,
+    cross_entropies,
+    euler_predictors,
+    evaluate_alone,
+    fit_pool_weights,
+)
 from blocktrain.learning.local import peak_mb
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.runs import Run, block_name, load_block, publish, read_json, write_json
@@ -31,6 +38,7 @@ SCALES: dict[str, dict[str, Any]] = {
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384}
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
+STOPPED = "told to stop; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,7 +121,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     config, run = setup.config(variant), setup.run(variant)
     state = run.state(index)
     state.parent.mkdir(parents=True, exist_ok=True)
-    reads = config.independent if config.compose == "fuse" and index == config.blocks else 0
+    reads = config.reads(index)
     trainer = Trainer(config, index, [_final(setup, variant, n) for n in range(1, reads + 1)])
     if state.exists():
         trainer.load(state)
@@ -134,7 +142,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             channel.send(step=step, steps=config.steps, loss=sum(losses) / len(losses))
         if channel.stopped and step < config.steps:
             trainer.save(state)
-            raise Interrupted("told to stop; what it had is saved: call the bench again to continue")
+            raise Interrupted(STOPPED)
     publish(run, index, trainer.block)
     _save(setup, name, {"seconds": round(trainer.seconds, 1), "peak_mb": peak_mb(), "train_ce": sum(losses) / len(losses)})
     state.unlink(missing_ok=True)
@@ -175,7 +183,7 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     valid = setup.valid()
 
     def progress(share: float) -> None:
-        channel.send(share=share)
+        _going_on(channel, share=share)
 
     if config.skip == "exact":
         model.pool_weights = fit_pool_weights(model, setup.source.open().calibration)
@@ -183,7 +191,7 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
         predict = context_predictors(model, leave_out=variant == "fuse")
         found["ce"] = cross_entropies(predict, valid, config.context, progress=progress)
     if config.compose == "euler":
-        draws = 8 if variant == "exact" else 1
+        draws = MARGINAL_DRAWS if variant == "exact" else 1
         predict = euler_predictors(model, seed=config.seed, draws=draws)
         found["ce"] = {**found.get("ce", {}), **cross_entropies(predict, valid, config.context, progress=progress)}
     if variant == "fuse":
@@ -200,7 +208,17 @@ def samples_job(channel: Channel, setup: Setup) -> None:
     model = Model(config, blocks, _final(setup, "fuse", config.blocks))
     reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
     count = 32 if setup.valid_limit is None else 4
-    _save(setup, "samples", {"rows": judge_samples(model, reference, setup.valid(), count=count, seed=config.seed)})
+    rows = judge_samples(
+        model, reference, setup.valid(), count=count, seed=config.seed, progress=lambda share: _going_on(channel, share=share)
+    )
+    _save(setup, "samples", {"rows": rows})
+
+
+def _going_on(channel: Channel, *, share: float) -> None:
+    """Tell how far a job is, and end it here if it is to stop: what takes minutes is not waited for."""
+    channel.send(share=share)
+    if channel.stopped and share < 1:
+        raise Interrupted(STOPPED)
 
 
 def _save(setup: Setup, job: str, content: dict[str, Any]) -> None:

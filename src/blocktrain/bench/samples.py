@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from blocktrain.learning.compose import Model, Sampler, autoregressive, sweep
 from blocktrain.learning.data import Bytes
-from blocktrain.learning.evaluate import text_bits
+from blocktrain.learning.evaluate import Progress, text_bits
 from blocktrain.learning.model import Block
 
 SWEEPS = (1, 2, 4)
 
 
-def judge_samples(model: Model, reference: Block, valid: Bytes, *, count: int, seed: int) -> list[dict[str, Any]]:
+def judge_samples(
+    model: Model, reference: Block, valid: Bytes, *, count: int, seed: int, progress: Progress = lambda _: None
+) -> list[dict[str, Any]]:
     """A row for real text, for autoregressive samples, and for `sweep` after 1, 2 and 4 traversals, on the same prompts."""
     context = model.config.context
     prompt_size, size = context // 4, context - context // 4
@@ -31,7 +34,10 @@ def judge_samples(model: Model, reference: Block, valid: Bytes, *, count: int, s
     for k in SWEEPS:
         kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
     kinds["first_block"] = lambda i: bytes(autoregressive(model.drafter(), prompts[i], size, context, Sampler(seed + i), model.device))
-    texts = {name: [make(i) for i in range(count)] for name, make in kinds.items()}
+    texts: dict[str, list[bytes]] = {name: [] for name in kinds}
+    for done, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):
+        texts[name].append(kinds[name](i))
+        progress(done / (len(kinds) * count))
     exact = texts["autoregressive"]
     return [
         {

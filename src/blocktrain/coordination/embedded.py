@@ -54,8 +54,8 @@ def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _:
                 token = secrets.token_urlsafe(24)
                 with running(coordinator, Listen(token=token)) as url:
                     seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
-                    count = max(1, min(plan.slots, plan.config.blocks))
-                    run_jobs([*jobs, *(Job(f"worker-{n}", work, (seat,)) for n in range(1, count + 1))], plan.slots, on_message)
+                    workers = [Job(f"worker-{n}", work, (seat,)) for n in range(1, plan.config.blocks + 1)]  # one for each block
+                    run_jobs([*jobs, *workers], plan.slots, on_message)
             if not coordinator.finished:
                 raise RunError("the workers ended before the run was finished; continue with --resume")
             _publish_all(plan, coordinator)

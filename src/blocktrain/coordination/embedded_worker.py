@@ -1,9 +1,8 @@
-"""One of the worker processes of `blocktrain train`: the same loop as everywhere, on this machine's own coordinator."""
+"""A worker process of `blocktrain train`: the same loop as everywhere, on this machine's own coordinator, for one block."""
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,14 @@ class Seat:
 
 
 def work(channel: Channel, seat: Seat) -> None:
-    """The work of one process: whatever the coordinator has for it, until the run is finished."""
+    """The work of one process: the block that the coordinator gives it, to its end. The next block is for another process."""
     torch.set_num_threads(seat.threads)
     client = HttpClient(seat.url, seat.token)
     machine = Machine(str(pick_device(seat.device)))
     reporter = Reporter(channel, seat.steps)
     with own_identity(seat.cache) as identity:
-        Worker(client, seat.cache, identity, machine, reporter.told, shared=True).run(lambda: channel.stopped or reporter.deserted)
+        worker = Worker(client, seat.cache, identity, machine, reporter.told, shared=True)
+        worker.run(lambda: channel.stopped or reporter.deserted, lambda: reporter.done)
     if reporter.deserted:
         raise RunError("the coordinator in the main process does not answer any more; continue with --resume")
 
@@ -55,6 +55,7 @@ class Reporter:
     said: float = 0.0
     losses: list[float] = field(default_factory=list)
     away: float | None = None
+    done: bool = False  # the last steps of a block are trained and accepted
 
     @property
     def deserted(self) -> bool:
@@ -67,10 +68,8 @@ class Reporter:
             self.away = time.monotonic() if kind == "away" else None
         elif kind == "fresh":
             self.channel.send(**fields, kind="state_lost")
-        elif kind == "task" and fields["block"] != self.block:
-            self.block, self.losses = fields["block"], []
-            with suppress(OSError):  # the kernel's mark of the most memory starts again with every block, where it can
-                Path("/proc/self/clear_refs").write_text("5")
+        elif kind == "task":
+            self.block = fields["block"]
         elif kind == "step":
             self.losses.append(fields["loss"])
             now = time.monotonic()
@@ -79,3 +78,5 @@ class Reporter:
                 self.said, self.losses = now, []
         elif kind == "trained":
             self.channel.send(kind="trained", block=self.block, step=fields["step"], seconds=round(fields["seconds"], 3), peak_mb=peak_mb())
+        elif kind == "accepted":
+            self.done = fields["step"] == self.steps

@@ -202,18 +202,21 @@ class Worker:
         order = task.order
         desk = self._sit(order, folder)
         self._told("task", block=order.block, task=order.task, base=order.base, start=order.start_step, steps=order.steps)
-        losses: list[float] = []
+        began, losses = time.monotonic(), []
+        if (halfway := folder.halfway(order, desk.facts)) is not None:
+            began -= halfway.pause.seconds
+            losses = desk.go_on(halfway)
         end = order.start_step + order.steps
-        began = time.monotonic()
         self._desk = None  # until the task is done, what is at hand belongs to no task
         with Pulse(self._line, task) as pulse:
             for step, loss in desk.trainer.run(self.corpus.train, end):
                 losses.append(loss)
-                pulse.step, pulse.loss = len(losses), loss
+                pulse.step, pulse.loss = step - order.start_step, loss
                 self._told("step", block=order.block, task=order.task, step=step, of=end, loss=loss)
                 if pulse.error is not None:
                     raise pulse.error
                 if self._stopped():
+                    folder.halt(desk.halfway(order, losses, time.monotonic() - began))
                     raise Interrupted("stopped")
                 if pulse.over or not self._still_good(desk):
                     self._told("abandoned", task=order.task, reason=pulse.over or "the update that it continues was refused")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blocktrain.config import VOCABULARY, Config
 from blocktrain.coordination.client import fetch
 from blocktrain.coordination.worker_line import Line
-from blocktrain.coordination.worker_state import Facts, Kept
+from blocktrain.coordination.worker_state import Facts, Halfway, Kept, Pause
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.train import Trainer, put_weights
@@ -28,7 +28,7 @@ def footprint(config: Config, index: int) -> int:
     """About how many bytes training a block takes: state, gradients, activations, and for fusion the blocks that it reads."""
     width = config.width
     block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * VOCABULARY * width
-    reads = config.independent if config.compose == "fuse" and index == config.blocks else 0
+    reads = config.reads(index)
     saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * VOCABULARY + 4 * reads * width
     own = (block + 3 * reads * width**2) * BYTES_OF_A_PARAMETER
     return own + 4 * config.batch * config.context * saved + 4 * reads * block
@@ -122,6 +122,19 @@ class Desk:
     def continued(self) -> m.Lineage:
         """What the optimizer and the residual at hand were left by."""
         return m.Lineage(optimizer=self.facts.optimizer, residual=self.facts.residual)
+
+    def halfway(self, order: m.Order, losses: Sequence[float], seconds: float) -> Halfway:
+        """The order as far as it has come."""
+        step, first, last = self.trainer.step, losses[0], losses[-1]
+        pause = Pause(order=order, began=self.facts, step=step, first_loss=first, last_loss=last, seconds=seconds)
+        return Halfway(pause, self.trainer.weights(), self.trainer.moments())
+
+    def go_on(self, halfway: Halfway) -> list[float]:
+        """Put the trainer where it was told to stop; the first and the last loss up to there."""
+        self.trainer.load_weights(halfway.weights)
+        self.trainer.restore(halfway.moments)
+        self.trainer.step = halfway.pause.step
+        return [halfway.pause.first_loss, halfway.pause.last_loss]
 
     def finish(self, order: m.Order) -> tuple[Kept, bytes]:
         """The state after the order, and its update. The residual at hand must be that of the last accepted update."""

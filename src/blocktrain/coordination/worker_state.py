@@ -4,6 +4,7 @@ state.safetensors     optimizer moments and compression residual after the last 
 pending.safetensors   the same after a task that is trained and not yet answered
 pending.payload       the update itself
 pending.json          the task and the submission; written last and removed first, so that it vouches for the other two
+paused.safetensors    weights and moments in the middle of a task, when the worker was told to stop there
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from blocktrain.protocol.messages import Count, Held, Message, Number, Order, Sh
 
 _NOTE = "blocktrain"  # one entry only: safetensors writes several in random order
 _RESIDUAL = "residual."
+_WEIGHT = "weight."
 
 
 class Facts(Message):
@@ -69,6 +71,32 @@ class Pending(Message):
         return mine == order
 
 
+class Pause(Message):
+    """Where in a task a worker was told to stop, and what it had begun with."""
+
+    order: Order
+    began: Facts
+    step: Count
+    first_loss: float
+    last_loss: float
+    seconds: float
+    """That the steps up to here took."""
+
+    def fits(self, order: Order, began: Facts) -> bool:
+        """Whether it is on the way to what an order asks for, from the same optimizer; the residual has no part in training."""
+        same_order = self.order.model_copy(update={"continues": order.continues}) == order
+        return same_order and (self.began.optimizer, self.began.lineage) == (began.optimizer, began.lineage)
+
+
+@dataclass
+class Halfway:
+    """A task that was begun: what is told about it, and the weights and moments that it has come to."""
+
+    pause: Pause
+    weights: Tensors
+    moments: Mapping[str, Tensor]
+
+
 class BlockFolder:
     """The files of one block. Used by one worker at a time."""
 
@@ -76,6 +104,7 @@ class BlockFolder:
         self.path = path
         self._state, self._next = path / "state.safetensors", path / "pending.safetensors"
         self._payload, self._note = path / "pending.payload", path / "pending.json"
+        self._halfway = path / "paused.safetensors"
 
     def load(self) -> Kept:
         """The state after the last accepted task; an unreadable one is as good as none."""
@@ -93,10 +122,32 @@ class BlockFolder:
         """Keep a trained task until it is answered; durable when this returns."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._note.unlink(missing_ok=True)
+        self._halfway.unlink(missing_ok=True)
         tensors = {**after.moments, **{_RESIDUAL + name: torch.from_numpy(t) for name, t in after.residual.items()}}
         write_atomic(self._payload, payload)
         write_atomic(self._next, safetensors.torch.save(tensors, {_NOTE: after.facts.model_dump_json()}))
         write_atomic(self._note, write(pending))
+
+    def halt(self, halfway: Halfway) -> None:
+        """Keep a task that is to be continued where it is."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        tensors = {**halfway.moments, **{_WEIGHT + name: torch.from_numpy(t) for name, t in halfway.weights.items()}}
+        write_atomic(self._halfway, safetensors.torch.save(tensors, {_NOTE: halfway.pause.model_dump_json()}))
+
+    def halfway(self, order: Order, began: Facts) -> Halfway | None:
+        """The same task, begun with the same state by whoever was told to stop; whatever else lies there is of no use any more."""
+        if not self._halfway.exists():
+            return None
+        try:
+            tensors, metadata = read_tensors(self._halfway)
+            pause = Pause.model_validate_json(metadata[_NOTE])
+            if pause.fits(order, began):
+                weights = {k.removeprefix(_WEIGHT): t.numpy() for k, t in tensors.items() if k.startswith(_WEIGHT)}
+                return Halfway(pause, weights, {k: t for k, t in tensors.items() if not k.startswith(_WEIGHT)})
+        except (RunError, ValidationError, KeyError):
+            pass
+        self._halfway.unlink(missing_ok=True)
+        return None
 
     def rewrite(self, pending: Pending) -> None:
         """The same update under another lease."""

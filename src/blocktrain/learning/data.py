@@ -143,7 +143,8 @@ def _whole(name: str, path: Path) -> Corpus:
     """One file split 95 : 5 at a line boundary."""
     data = _map(path)
     cut = int(len(data) * (1 - VALID_SHARE))
-    line_end = np.flatnonzero(data[cut : cut + (1 << 16)] == ord("\n"))
+    near = min(1 << 16, (len(data) - cut) // 2)  # at least half of the valid part stays, however long the lines are
+    line_end = np.flatnonzero(data[cut : cut + near] == ord("\n"))
     cut += int(line_end[0]) + 1 if len(line_end) else 0
     return _split(name, data[:cut], data[cut:])
 

@@ -19,8 +19,19 @@ from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Bytes, Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
 from blocktrain.learning.noise import noise_levels
-from blocktrain.learning.runs import Run, block_name, load_block, load_model, publish, seal, write_json, write_model_card
-from blocktrain.learning.train import REFERENCE, Trainer, pick_device
+from blocktrain.learning.runs import (
+    Run,
+    block_name,
+    load_block,
+    load_model,
+    load_reference,
+    publish,
+    read_manifest,
+    seal,
+    write_json,
+    write_model_card,
+)
+from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_device
 from blocktrain.processes import Channel
 
 CHECKPOINT_SECONDS = 20.0
@@ -101,22 +112,21 @@ def fit_and_seal(run: Run, config: Config, data: str, calibration: Bytes, device
     seal(run, config, data, weights)
 
 
-def evaluate_run(run: Run, model: Model, split: Bytes, *, draws: int, progress: Progress) -> dict[str, float]:
+def evaluate_run(folder: Path, model: Model, split: Bytes, *, draws: int, progress: Progress) -> dict[str, float]:
     """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
+    reference = load_reference(read_manifest(folder), model.device)
     ce = evaluate(model, split, seed=model.config.seed, draws=draws, progress=progress)
-    if run.weights(REFERENCE).exists():
-        reference = load_block(run, model.config, REFERENCE, model.device)
-        ce["reference"] = evaluate_alone(reference, split, model.config.context)
-    return ce
+    return ce if reference is None else {**ce, "reference": evaluate_alone(reference, split, model.config.context)}
 
 
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
     config = plan.config
-    ce = evaluate_run(plan.run, model, corpus.valid, draws=1, progress=progress)
+    ce = evaluate_run(plan.run.folder, model, corpus.valid, draws=1, progress=progress)
     work = _work_done(plan.run)
     prompt = bytes(corpus.valid[: config.context // 2])
     sampler = Sampler(config.seed, temperature=0.8)
-    written = autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device)
+    with one_thread():
+        written = list(autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device))
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,

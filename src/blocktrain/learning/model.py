@@ -309,8 +309,7 @@ def target_table(config: Config) -> Tensor:
 
 def build_block(config: Config, index: int) -> Block:
     """Block `index` (from 1) of a run with its initial weights, a function of (seed, index)."""
-    reads = config.independent if config.compose == "fuse" and index == config.blocks else 0
-    return _seeded(config, index, layers=config.layers_per_block, reads=reads)
+    return _seeded(config, index, layers=config.layers_per_block, reads=config.reads(index))
 
 
 def build_reference(config: Config) -> Block:

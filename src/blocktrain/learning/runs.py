@@ -141,6 +141,7 @@ def load_block(run: Run, config: Config, index: int, device: torch.device) -> Bl
 def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
     """Write model/config.json, last: with it the model is complete, and every file is named by its hash."""
     files = {f.name: file_sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
+    reference = run.weights(REFERENCE)
     content = {
         "format": FORMAT,
         "settings": config.model_dump(),
@@ -148,6 +149,7 @@ def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None)
         "data": data,
         "pool_weights": None if pool_weights is None else [float(w) for w in pool_weights],
         "files": files,
+        "reference": file_sha256(reference) if reference.exists() else None,
     }
     write_json(run.model / "config.json", content)
 
@@ -200,6 +202,8 @@ class Manifest:
     data: str
     files: dict[str, str]
     pool_weights: list[float] | None
+    reference: str | None
+    """Hash of the end-to-end model, where it was trained too."""
 
     @property
     def model_hash(self) -> str:
@@ -226,18 +230,34 @@ def read_manifest(folder: Path) -> Manifest:
         isinstance(weights, list) and len(weights) == config.independent and all(type(w) is float and math.isfinite(w) for w in weights)
     ):
         raise RunError(f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks")
-    return Manifest(run, config, data, content["files"], weights)
+    reference = content.get("reference")
+    if reference is not None and not isinstance(reference, str):
+        raise RunError(f"{path} is damaged: reference must be the hash of the end-to-end model, or null")
+    return Manifest(run, config, data, content["files"], weights, reference)
 
 
 def load_blocks(manifest: Manifest, numbers: Iterable[int], device: torch.device) -> dict[int, Block]:
     """Some blocks of a finished model, by number; their files are checked against the hashes before any is read."""
     numbers = list(numbers)
-    for path in map(manifest.run.weights, numbers):
-        if not path.is_file():
-            raise RunError(f"{path} is missing; restore it or train again")
-        if file_sha256(path) != manifest.files.get(path.name):
-            raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}")
+    for number in numbers:
+        _check(manifest, number)
     return {number: load_block(manifest.run, manifest.config, number, device) for number in numbers}
+
+
+def load_reference(manifest: Manifest, device: torch.device) -> Block | None:
+    """The end-to-end model that was trained beside a finished model, checked like its blocks; None where there is none."""
+    if manifest.reference is None:
+        return None
+    _check(manifest, REFERENCE)
+    return load_block(manifest.run, manifest.config, REFERENCE, device)
+
+
+def _check(manifest: Manifest, number: int) -> None:
+    path = manifest.run.weights(number)
+    if not path.is_file():
+        raise RunError(f"{path} is missing; restore it or train again")
+    if file_sha256(path) != (manifest.reference if number == REFERENCE else manifest.files.get(path.name)):
+        raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}")
 
 
 def write_json(path: Path, content: Any) -> None:
