@@ -53,7 +53,7 @@ def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any
     by_name = {row["name"]: row for row in result["rows"]}
     for row in result["rows"]:
         assert row["gap"] == pytest.approx(row["valid_ce"] - by_name["end_to_end"]["valid_ce"], abs=1e-4)
-        assert min(row["seconds"], row["peak_mb"], row["distinct_mb"]) > 0
+        assert min(row["seconds"], row["peak_mb"], row["million_parameters"], row["distinct_mb"]) > 0
     assert by_name["pool"]["valid_ce"] < by_name["single_block"]["valid_ce"]
     assert by_name["fuse"]["valid_ce"] < by_name["best_block"]["valid_ce"]
     assert by_name["fuse_same_data"]["distinct_mb"] < by_name["fuse"]["distinct_mb"]

@@ -206,7 +206,7 @@ def generate(
         autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text, of which each traversal
         keeps what is right, corrects the first byte that is not, and has the rest drafted anew.
     sweeps
-        Traversals of mode sweep; more come closer to the autoregressive answer.
+        Traversals per window of mode sweep; more come closer to the autoregressive answer.
     draft
         What mode sweep starts from: the first block's own text, or pure noise (models trained with a tail).
     max_tokens

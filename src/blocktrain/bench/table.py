@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 
 from blocktrain.bench.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
+from blocktrain.config import Config
 from blocktrain.learning.data import batch_offsets
+from blocktrain.learning.model import build_block, build_reference
 from blocktrain.learning.runs import block_name
+from blocktrain.learning.train import REFERENCE
 
 Row = dict[str, Any]
 
@@ -25,7 +28,7 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
     best = blocks.index(min(blocks)) + 1
     row = partial(_row, setup, left, len(setup.source.open().train))
     rows = [
-        row("end_to_end", left["evaluate-fuse"]["reference"], "fuse", [0]),
+        row("end_to_end", left["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
         row("single_block", statistics.mean(blocks), "pool", [1]),
         row("best_block", min(blocks), "pool", [best]),
         row("paper", paper["euler"], "paper"),
@@ -56,15 +59,22 @@ def _row(setup: Setup, left: dict[str, Row], size: int, name: str, ce: float, va
     """Training seconds are summed over the blocks a row is made of; memory is that of its largest process."""
     config = setup.config(variant)
     used = list(indices if indices is not None else range(1, config.blocks + 1))
-    jobs = [left["end_to_end" if i == 0 else f"{twin(config, variant, i) or variant}-{block_name(i)}"] for i in used]
+    jobs = [left["end_to_end" if i == REFERENCE else f"{twin(config, variant, i) or variant}-{block_name(i)}"] for i in used]
     return {
         "name": name,
         "valid_ce": ce,
         "gap": 0.0,
         "seconds": round(sum(job["seconds"] for job in jobs), 1),
         "peak_mb": max(job["peak_mb"] for job in jobs),
+        "million_parameters": round(sum(_learned(config, i) for i in used) / 1e6, 3),
         "distinct_mb": round(_distinct_bytes(setup, size, variant, used) / 1e6, 3),
     }
+
+
+def _learned(config: Config, index: int) -> int:
+    """Parameters of a block, or of the reference."""
+    block = build_reference(config) if index == REFERENCE else build_block(config, index)
+    return sum(p.numel() for p in block.parameters())
 
 
 def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -> int:
@@ -109,7 +119,7 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
     rows = []
     for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
         row: Row = {"name": same_name[0]["name"]}
-        for key in ("valid_ce", "gap", "seconds", "peak_mb", "distinct_mb"):
+        for key in ("valid_ce", "gap", "seconds", "peak_mb", "million_parameters", "distinct_mb"):
             row[key] = round(statistics.mean(r[key] for r in same_name), 5)
         if len(seeds) > 1:
             row["spread"] = round(max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5)
