@@ -186,7 +186,7 @@ def evaluate(
 def generate(
     run: Path,
     *,
-    prompt: str = "\n",
+    prompt: Annotated[str, Parameter(show_default=lambda _: "a line break")] = "\n",
     mode: Literal["autoregressive", "sweep"] = "autoregressive",
     sweeps: Annotated[int, at_least(1)] = 1,
     draft: Literal["first-block", "none"] = "first-block",
