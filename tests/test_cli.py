@@ -151,18 +151,24 @@ BAD_INPUT = [
     (["train", "--data", "notes.txt", "--out", "full"], "already holds something"),
     (["train", "--data", "notes.txt", "--device", "cuda"], "no CUDA device"),
     (["train", "--data", "wikitext2"], "BLOCKTRAIN_DATA"),
-    (["train", "--optimizer", "magic"], "optimizer: Input should be 'adamw' or 'muon' (got 'magic')"),
-    (["train", "--steps", "many"], "steps: Input should be a valid integer"),
+    (["train", "--optimizer", "magic"], "optimizer: must be 'adamw' or 'muon' (got 'magic')"),
+    (["train", "--steps", "many"], "steps: must be a whole number (got 'many')"),
     (["train", "--colour", "blue"], "Unknown option: --colour"),
     (["train", "--data", ""], "no corpus ''"),
     (["train", "--device", "tpu"], "device: is none of cpu, cuda, cuda:N, mps and auto (got 'tpu')"),
-    (["train", "--preset", "paper", "--sigma-data", "1e300"], "sigma_data: Input should be less than"),
-    (["train", "--preset", "paper", "--sigma-max", "1e308"], "sigma_max: Input should be less than"),
+    (["train", "--preset", "paper", "--sigma-data", "1e300"], "sigma_data: must be at most"),
+    (["train", "--preset", "paper", "--sigma-max", "1e308"], "sigma_max: must be at most"),
     (["train", "--preset", "paper", "--tail", "8", "--p-std", "0.1", "--sigma-min", "0.01", "--tail-sigma-min", "1"], "leave no noise"),
     (["bench", "quality", "--scale", "tiny", "--data", "."], "lies inside the corpus"),
     (["train", "--data", "notes\udcff.txt"], "no corpus"),
     (["evaluate", "full", "--device", "gpu"], "device='gpu' is none of cpu, cuda, cuda:N, mps and auto"),
-    (["generate", "full", "--max-tokens", "0"], "must be at least 1"),
+    (["generate", "full", "--max-tokens", "0"], "--max-tokens: must be at least 1 (got 0)"),
+    (["generate", "full", "--max-tokens", "3.9"], "--max-tokens: must be a whole number (got 3.9)"),
+    (["generate", "full", "--temperature"], "--temperature needs a value"),
+    (["evaluate"], "RUN is missing"),
+    (["evaluate", "full", "more"], "nothing takes more"),
+    (["train", "--data", "notes.txt", "--config", "words.toml"], "reference must be true or false"),
+    (["train", "--data", "hollow"], "all its 1 text files are empty"),
     (["generate", "full", "--sweeps", "2"], "are for --mode sweep"),
     (["generate", "full", "--draft", "none"], "are for --mode sweep"),
     (["bench", "quality", "--scale", "tiny", "--seed", "1", "--seed", "1"], "named twice"),
@@ -189,6 +195,9 @@ def test_bad_input_gets_one_sentence(
     (tmp_path / "short.txt").write_text("too short\n" * 3)
     (tmp_path / "unknown.toml").write_text('colour = "blue"\n')
     (tmp_path / "damaged.toml").write_text("steps = = 3\n")
+    (tmp_path / "words.toml").write_text('reference = "yes"\n')
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "nothing.txt").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious.txt").write_text("mine")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -265,7 +274,9 @@ def test_only_what_is_unfinished_is_resumed(
         ('"heads": 2', '"heads": 4', "was changed"),
         ('"data": "', '"date": "', "does not say what the model was trained on"),
         ('"pool_weights": [', '"pool_weights": [NaN, ', "pool_weights must be"),
-        ("{", "[" * 100_000, "cannot read"),
+        ("{", "[" * 100_000, "is not JSON"),
+        ('"pool_weights": [', '"pool_weights": [ 0.0, ', "pool_weights must be"),
+        ('"pool_weights": [\n    ', '"pool_weights": [\n    7', "was changed"),
     ],
 )
 def test_a_model_whose_settings_were_changed_is_refused(

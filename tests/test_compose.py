@@ -18,6 +18,7 @@ from blocktrain.learning.compose import (
     position_noise,
     sweep,
     sweep_from_noise,
+    window_noise,
     window_start,
 )
 from conftest import random_model, tiny_config
@@ -134,10 +135,19 @@ def test_position_noise_is_a_pure_function_of_seed_and_position() -> None:
     assert abs(float(position_noise(3, 0, 2000, 8).std()) - 1) < 0.02
 
 
+def test_noise_follows_the_text_and_no_window_repeats_that_of_another() -> None:
+    whole = window_noise(1, PROMPT[:20], 8)
+    assert torch.equal(window_noise(1, PROMPT[:20], 8, 5), whole[5:])
+    assert torch.equal(window_noise(1, PROMPT[:12] + b"other", 8)[:12], whole[:12])
+    for others in (window_noise(2, PROMPT[:20], 8), window_noise(1, PROMPT[1:21], 8)):
+        assert not (others == whole).any()
+    assert window_noise(1, PROMPT[:20], 8, 20).shape == (0, 8)
+
+
 @pytest.mark.parametrize("model", [EULER, PAPER], ids=["exact", "edm"])
 def test_the_path_from_noise_is_the_same_in_chunks_and_has_a_step_per_block(model: Model) -> None:
     text = torch.tensor([list(PROMPT[:CONTEXT])])
-    path = euler_path(model, text, position_noise(7, 0, CONTEXT, 8)[None])
+    path = euler_path(model, text, window_noise(7, PROMPT[:CONTEXT], 8)[None])
     assert len(path) == 3
     scorer = EulerScorer(model, 7)
     found = torch.cat([scorer(text[:, :5], 0), scorer(text[:, 5:6], 5), scorer(text[:, 6:], 6)], dim=1)

@@ -75,7 +75,7 @@ def test_a_setting_that_makes_no_sense_is_named_with_its_value(settings: dict[st
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'widht'; known settings: blocks, .*width"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'widht'; known settings: data, reference, blocks, .*width"):
         make_config({"widht": 3})
 
 

@@ -109,7 +109,7 @@ def foreign(folder: Path) -> None:
         (change("settings", {**MODEL.config.model_dump(), "width": 32}), "was changed"),
         (change("pool_weights", "a"), "pool_weights"),
         (change("pool_weights", [1.0, 2.0]), "pool_weights"),
-        (garble, "cannot read .*config.json"),
+        (garble, "config.json is damaged, it is not JSON"),
         (not_an_object, "does not hold an object"),
         (unfinished, "its training is not finished; continue with --resume"),
         (foreign, "it is not a run folder"),

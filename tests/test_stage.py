@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktrain.learning.compose import EulerScorer, LocalStage, Model, euler_path, in_pieces, position_noise
+from blocktrain.learning.compose import EulerScorer, LocalStage, Model, euler_path, in_pieces, position_noise, window_noise
 from blocktrain.learning.model import Block, Cache
 from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
@@ -246,7 +246,7 @@ async def test_the_paper_over_a_ring_equals_one_machine() -> None:
         for start, end in ((0, 9), (9, 10), (10, 24)):
             with torch.no_grad():
                 expected = scorer(ids_of(TEXT[start:end]), start)
-            z = sigma * position_noise(7, 0, end, config.z_width)
+            z = sigma * window_noise(7, TEXT[:end], config.z_width)
             found = await ring.run(1, Run(0, 0, end, end - start), TEXT[:end], z)
             assert torch.equal(found, expected)
 

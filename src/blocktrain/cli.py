@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from blocktrain.bench_commands import MEASURES
 from blocktrain.config import make_config, read_settings
-from blocktrain.errors import BlockTrainError, ConfigError, Interrupted, RunError
+from blocktrain.errors import OUT_OF_MEMORY, BlockTrainError, ConfigError, CorpusError, Interrupted, RunError, broken, out_of_memory
 from blocktrain.flags import Json, Settings, at_least, given, refused
 from blocktrain.network import audit, coordinator, doctor, kick, pull, replay, status, worker
 from blocktrain.places import cores, is_pulled, new_run_folder, newest_unfinished, source
@@ -67,6 +68,8 @@ def train(
     config
         A TOML file with settings; flags win over it.
     """
+    from rich.markup import escape
+
     from blocktrain.coordination.embedded import train_blocks
     from blocktrain.learning.local import Plan, complete
     from blocktrain.learning.runs import block_name
@@ -76,15 +79,15 @@ def train(
     asked = Asked(data, preset, config, given(settings), reference)
     run, made, data, reference = _resumed(out, asked) if resume else _begun(out, asked)
     plan = Plan(run, made, source(data), reference=reference, slots=cores())
-    console.print(f"run folder [bold]{run.folder}[/]  corpus {data}  {made.blocks} blocks, {made.steps} steps each")
-    with StepBars(made.steps) as bars:
-        train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn)
+    console.print(f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  {made.blocks} blocks, {made.steps} steps each")
     try:
+        with StepBars(made.steps) as bars:
+            train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn)
         with bar("evaluating") as progress:
             result = complete(plan, progress)
         page = write_report(run.folder)
     except KeyboardInterrupt:
-        raise Interrupted("stopped while evaluating; all blocks are trained: continue with --resume") from None
+        raise Interrupted("stopped; everything up to here is saved: continue with --resume") from None
     if json_:
         print(json.dumps(result))
         return
@@ -112,8 +115,10 @@ def _begun(out: Path | None, asked: Asked) -> Opened:
     made = make_config({**from_file, **asked.settings}, asked.preset)
     pick_device(made.device)
     source(data).open().require(made.context)
-    reference = asked.reference or of_run.get("reference") is True
-    return open_run(create_run(out or new_run_folder(data), made, data, reference=reference).folder)
+    reference = of_run.get("reference", False)
+    if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
+        raise ConfigError(f"{asked.config}: reference must be true or false, and data a text (got {reference!r}, {of_run.get('data')!r})")
+    return open_run(create_run(out or new_run_folder(data), made, data, reference=reference or asked.reference).folder)
 
 
 def _resumed(out: Path | None, asked: Asked) -> Opened:
@@ -138,7 +143,8 @@ def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
     if result["gap"] is not None:
         console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
     print(result["sample"]["prompt"] + result["sample"]["text"])
-    console.print(f"\nreport     {page}\nmore text  blocktrain generate {folder} --prompt 'def '", highlight=False)
+    more = f"blocktrain generate {shlex.quote(str(folder))} --prompt 'def '"
+    console.print(f"\nreport     {page}\nmore text  {more}", highlight=False, markup=False)
 
 
 @app.command
@@ -163,21 +169,27 @@ def evaluate(
     device
         cpu, cuda, cuda:N, mps or auto.
     """
+    from rich.markup import escape
+
     from blocktrain.learning.local import evaluate_run
     from blocktrain.learning.runs import load_model, read_manifest
     from blocktrain.learning.train import pick_device
-    from blocktrain.terminal import bar, ce_table, console
+    from blocktrain.terminal import bar, ce_table, console, perplexity
 
     model = load_model(run, pick_device(device))
-    corpus = source(read_manifest(run).data if data is None else data).open()
-    corpus.require(model.config.context)
+    try:
+        corpus = source(read_manifest(run).data if data is None else data).open()
+    except CorpusError as error:
+        raise error if data is not None else CorpusError(f"{error}; name another text with --data") from None
+    corpus.require(model.config.context, "valid", advice="use a longer text")
     with bar("evaluating") as progress:
         ce = evaluate_run(run, model, corpus.valid, draws=draws, progress=progress)
     if json_:
-        values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": math.exp(v)} for n, v in ce.items()}
-        print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": values}))
+        values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": perplexity(v)} for n, v in ce.items()}
+        finite = {n: {name: number if math.isfinite(number) else None for name, number in told.items()} for n, told in values.items()}
+        print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": finite}))
         return
-    console.print(ce_table(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes", ce))
+    console.print(ce_table(escape(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes"), ce))
     if "euler" not in ce:
         console.print("[dim]no Euler rows: the blocks were trained with objective=next and read no noised target[/]")
 
@@ -261,7 +273,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        print(f"blocktrain: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        print(f"blocktrain: {broken(error)}", file=sys.stderr)
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print(f"blocktrain: {OUT_OF_MEMORY}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -12,9 +12,23 @@ from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from blocktrain.errors import ConfigError
 
+OF_RUN = ("data", "reference")  # settings of a run that are none of the model
+WORDS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "string_type": "must be a text",
+    "finite_number": "must be a finite number",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "literal_error": "must be {expected}",
+}
 VOCABULARY = 256  # bytes
 Schedule = Literal["cosine", "linear", "constant"]
 
@@ -180,7 +194,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings in a TOML file, not yet validated, and what a run's own config.toml says besides; nothing without a file."""
     settings = read_toml(path) if path else {}
-    return settings, {name: settings.pop(name) for name in ("data", "reference", "fingerprint") if name in settings}
+    return settings, {name: settings.pop(name) for name in (*OF_RUN, "fingerprint") if name in settings}
 
 
 def _fitting(width: int, heads: int) -> str:
@@ -197,8 +211,13 @@ def sentence(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             unknown.append(repr(name))
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{name}: {message} (got {item['input']!r})" if name else message)
+            parts.append(f"{name}: {words(item)} (got {item['input']!r})" if name else words(item))
     if unknown:
-        parts.append(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(Config.model_fields)}")
+        parts.append(f"unknown setting {', '.join(unknown)}; known settings: {', '.join([*OF_RUN, *Config.model_fields])}")
     return "; ".join(parts)
+
+
+def words(item: ErrorDetails) -> str:
+    """What one field must be, from pydantic's report of it."""
+    said = item["msg"].removeprefix("Value error, ")
+    return WORDS[item["type"]].format(**item.get("ctx", {})) if item["type"] in WORDS else said

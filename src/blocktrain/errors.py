@@ -16,6 +16,10 @@ BlockTrainError            the message is one sentence that names the fix; `cli`
 └── Interrupted            the user stopped the work; everything up to the last checkpoint is saved
 """
 
+from __future__ import annotations
+
+import errno
+
 
 class BlockTrainError(Exception):
     """Base of all errors that are answered with a sentence instead of a traceback."""
@@ -55,3 +59,24 @@ class Unreachable(BlockTrainError):
 
 class Interrupted(BlockTrainError):
     """The user stopped the work; everything up to the last checkpoint is saved."""
+
+
+OUT_OF_MEMORY = "out of memory; use a smaller --batch, --width or --context"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was wanting; torch says so by a RuntimeError."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+
+
+def broken(error: OSError) -> str:
+    """What the system refused, as one sentence; what was saved before stays."""
+    fix = {
+        errno.ENOSPC: "free some room and call it again",
+        errno.EDQUOT: "free some room and call it again",
+        errno.EROFS: "choose a folder that can be written",
+        errno.EACCES: "choose a folder that may be used",
+    }
+    where = f" ({error.filename})" if error.filename else ""
+    advice = f"; {fix[error.errno]}" if error.errno in fix else ""
+    return f"{error.strerror or error}{where}{advice}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Optional
 
-from cyclopts import CycloptsError, Group, Parameter
+from cyclopts import Argument, CoercionError, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import Token as Word
+from cyclopts import ValidationError as WrongValue
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from blocktrain.config import Config, sentence
@@ -50,10 +53,31 @@ def at_least(least: float, most: float = math.inf) -> Parameter:
         if value > most:
             raise ValueError(f"must be at most {most}")
 
-    return Parameter(validator=check)
+    return Parameter(validator=check, converter=_number)
+
+
+def _number(kind: type, tokens: Sequence[Word]) -> float:
+    """As it is written: 3.9 is no whole number, and is not made one."""
+    try:
+        return int(tokens[0].value) if kind is int else float(tokens[0].value)
+    except ValueError:
+        raise ValueError("must be a whole number" if kind is int else "must be a number") from None
 
 
 def refused(error: CycloptsError) -> str:
     """What is wrong with a command line, as one sentence."""
     cause = error.__cause__
-    return sentence(cause) if isinstance(cause, ValidationError) else " ".join(str(error).split())
+    if isinstance(cause, ValidationError):
+        return sentence(cause)
+    match error:
+        case UnusedCliTokensError(unused_tokens=[*left]):
+            return f"nothing takes {shlex.join(left)}; see --help"
+        case MissingArgumentError(keyword=str(name)):
+            return f"{name} needs a value; see --help"
+        case MissingArgumentError(argument=Argument() as missing):
+            return f"{missing.name.removeprefix('--').upper() if missing.index is not None else missing.name} is missing; see --help"
+        case WrongValue(argument=Argument(tokens=[Word() as token, *_]), exception_message=str(said)):
+            return f"{token.keyword or token.value}: {said} (got {token.value})"
+        case CoercionError(token=Word() as token) if isinstance(cause, ValueError):
+            return f"{token.keyword or token.value}: {cause} (got {token.value})"
+    return " ".join(str(error).split())

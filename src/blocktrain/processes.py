@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from blocktrain.errors import BlockTrainError, Interrupted, RunError
+from blocktrain.errors import OUT_OF_MEMORY, BlockTrainError, Interrupted, RunError, broken, out_of_memory
 
 STOP_SECONDS = 60
 
@@ -181,7 +181,6 @@ def _main(job: Job, connection: Connection) -> None:
     except BlockTrainError as error:
         channel.send(error=str(error))
     except OSError as error:
-        channel.send(error=f"{error.strerror or error} ({error.filename or 'no file'}); what was saved before is kept")
+        channel.send(error=f"{broken(error)}; what was saved before is kept")
     except Exception as error:
-        short = isinstance(error, MemoryError) or "memory" in str(error)  # torch raises RuntimeError when it cannot allocate
-        channel.send(error="out of memory; use a smaller --batch, --width or --context" if short else traceback.format_exc())
+        channel.send(error=OUT_OF_MEMORY if out_of_memory(error) else traceback.format_exc())

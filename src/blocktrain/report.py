@@ -23,6 +23,7 @@ from blocktrain.events import read_events
 from blocktrain.files import write_atomic
 from blocktrain.learning.runs import block_name, open_run, read_json
 from blocktrain.learning.train import REFERENCE
+from blocktrain.terminal import perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -238,8 +239,8 @@ def _ce_table(facts: _Facts) -> str:
     names, rows = _ordered(facts), []
     for name in names:
         nats = facts.ce[name]
-        perplexity = math.exp(nats) if nats < 700 else math.inf
-        cells = (f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{perplexity:.4f}" if perplexity < 1e6 else f"{perplexity:.1e}")
+        per_byte = perplexity(nats)
+        cells = (f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{per_byte:.4f}" if per_byte < 1e6 else f"{per_byte:.1e}")
         rows.append((_label(name, facts.config), *(cells if math.isfinite(nats) else ("not finite", "", ""))))
     header = ("", "nats/byte", "bits/byte", "perplexity")
     return _table("Cross entropy on the valid split", header, rows, "numbers", names.index("composed"))

@@ -84,6 +84,11 @@ class JobBars:
         self._progress.update(self._all, completed=sum(task.finished for task in self._progress.tasks[1:]))
 
 
+def perplexity(nats: float) -> float:
+    """Of a cross entropy; infinite where no float holds it, as after a training that ran away."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
 def ce_table(title: str, ce: dict[str, float]) -> Table:
     """Cross entropies as nats per byte, bits per byte and perplexity."""
     table = Table(title=title, title_justify="left", box=SIMPLE)
@@ -91,7 +96,7 @@ def ce_table(title: str, ce: dict[str, float]) -> Table:
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, value in ce.items():
         style = "bold" if name == "composed" else None
-        table.add_row(name, f"{value:.4f}", f"{value / math.log(2):.4f}", f"{math.exp(value):.4f}", style=style)
+        table.add_row(name, f"{value:.4f}", f"{value / math.log(2):.4f}", f"{perplexity(value):.4f}", style=style)
     return table
 
 

@@ -22,7 +22,7 @@ from blocktrain.coordination.worker_desk import corpus_folder
 from blocktrain.errors import RunError
 from blocktrain.events import EventLog
 from blocktrain.learning.local import Plan, Told, train_reference
-from blocktrain.learning.runs import block_name
+from blocktrain.learning.runs import block_name, file_sha256, read_manifest
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 
@@ -32,22 +32,22 @@ TASK_STEPS = 50  # of a task: what is trained again after a crash
 def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _: None) -> None:
     """Train what is not yet trained, and publish all blocks; stops and continues anywhere."""
     plan.source.open().require(plan.config.context)
-    log = EventLog(plan.run.events)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
         log.write(kind, block=block, **message)
         if "loss" in message:
             told(block, message["step"], message["loss"])
-        if kind == "state_lost":
+        if kind == "state_lost" and block == REFERENCE:
+            warn("what was saved of the reference is damaged: it is trained again from its beginning")
+        elif kind == "state_lost":
             warn(f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others")
 
-    log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
-    jobs = []
-    if plan.reference and not plan.run.weights(REFERENCE).exists():  # first, as it takes longest
-        jobs.append(Job(block_name(REFERENCE), train_reference, (plan,)))
-    try:
-        with _coordinator(plan) as coordinator:
+    with _coordinator(plan) as coordinator:  # which nobody else has open: the log is ours, too
+        log = EventLog(plan.run.events)
+        try:
+            log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
+            jobs = [] if not plan.reference or _has_reference(plan, warn) else [Job(block_name(REFERENCE), train_reference, (plan,))]
             if coordinator.finished:
                 run_jobs(jobs, plan.slots, on_message)
             else:
@@ -59,8 +59,21 @@ def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _:
             if not coordinator.finished:
                 raise RunError("the workers ended before the run was finished; continue with --resume")
             _publish_all(plan, coordinator)
-    finally:
-        log.close()
+        finally:
+            log.close()
+
+
+def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
+    """Whether the end-to-end model is trained, and still what it was; else it is trained again."""
+    path, known = plan.run.weights(REFERENCE), None
+    if not path.exists():
+        return False
+    with suppress(RunError):  # there is none before the end
+        known = read_manifest(plan.run.folder).reference
+    if known in (None, file_sha256(path)):
+        return True
+    warn(f"{path} is damaged or foreign: the reference is trained again")
+    return False
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from blocktrain.config import Config
+from blocktrain.config import Config, words
 from blocktrain.coordination.merge import MergeOptions
 from blocktrain.coordination.state import Options
 from blocktrain.errors import ConfigError
@@ -95,4 +95,4 @@ def make_policy(settings: dict[str, Any]) -> Policy:
         found = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in found["loc"])
         known = f"; known: {', '.join(Policy.model_fields)}" if found["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"[coordination] {name}: {found['msg']} (got {found['input']!r}){known}") from None
+        raise ConfigError(f"[coordination] {name}: {words(found)} (got {found['input']!r}){known}") from None

@@ -14,18 +14,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from blocktrain.errors import RunError
 from blocktrain.files import sync_folder, write_atomic
-from blocktrain.learning.train import read_tensors
+from blocktrain.learning.train import read_state, write_state
 from blocktrain.protocol.codec import Tensors
 from blocktrain.protocol.messages import Count, Held, Message, Number, Order, Sha256, Submission, Task, write
 
-_NOTE = "blocktrain"  # one entry only: safetensors writes several in random order
 _RESIDUAL = "residual."
 _WEIGHT = "weight."
 
@@ -111,9 +109,9 @@ class BlockFolder:
         if not self._state.exists():
             return Kept()
         try:
-            tensors, metadata = read_tensors(self._state)
-            facts = Facts.model_validate_json(metadata[_NOTE])
-        except (RunError, ValidationError, KeyError):
+            tensors, note = read_state(self._state)
+            facts = Facts.model_validate_json(note)
+        except (RunError, ValidationError):
             return Kept()
         residual = {k.removeprefix(_RESIDUAL): t.numpy() for k, t in tensors.items() if k.startswith(_RESIDUAL)}
         return Kept(facts, {k: t for k, t in tensors.items() if not k.startswith(_RESIDUAL)}, residual)
@@ -125,26 +123,26 @@ class BlockFolder:
         self._halfway.unlink(missing_ok=True)
         tensors = {**after.moments, **{_RESIDUAL + name: torch.from_numpy(t) for name, t in after.residual.items()}}
         write_atomic(self._payload, payload)
-        write_atomic(self._next, safetensors.torch.save(tensors, {_NOTE: after.facts.model_dump_json()}))
+        write_state(self._next, tensors, after.facts.model_dump_json())
         write_atomic(self._note, write(pending))
 
     def halt(self, halfway: Halfway) -> None:
         """Keep a task that is to be continued where it is."""
         self.path.mkdir(parents=True, exist_ok=True)
         tensors = {**halfway.moments, **{_WEIGHT + name: torch.from_numpy(t) for name, t in halfway.weights.items()}}
-        write_atomic(self._halfway, safetensors.torch.save(tensors, {_NOTE: halfway.pause.model_dump_json()}))
+        write_state(self._halfway, tensors, halfway.pause.model_dump_json())
 
     def halfway(self, order: Order, began: Facts) -> Halfway | None:
         """The same task, begun with the same state by whoever was told to stop; whatever else lies there is of no use any more."""
         if not self._halfway.exists():
             return None
         try:
-            tensors, metadata = read_tensors(self._halfway)
-            pause = Pause.model_validate_json(metadata[_NOTE])
+            tensors, note = read_state(self._halfway)
+            pause = Pause.model_validate_json(note)
             if pause.fits(order, began):
                 weights = {k.removeprefix(_WEIGHT): t.numpy() for k, t in tensors.items() if k.startswith(_WEIGHT)}
                 return Halfway(pause, weights, {k: t for k, t in tensors.items() if not k.startswith(_WEIGHT)})
-        except (RunError, ValidationError, KeyError):
+        except (RunError, ValidationError):
             pass
         self._halfway.unlink(missing_ok=True)
         return None

@@ -7,6 +7,7 @@ one level up, `scorer(ids, start) -> logits`: the composed model with its caches
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -137,7 +138,7 @@ class EulerScorer:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.window = torch.cat([self.window[:, :start], ids], dim=1)
-        noise = position_noise(self.seed, 0, self.window.shape[1], self.model.config.z_width)[None]
+        noise = window_noise(self.seed, bytes(self.window[0].tolist()), self.model.config.z_width)[None]
         return euler_path(self.model, self.window, noise.to(self.model.device))[-1][:, start:]
 
 
@@ -170,6 +171,19 @@ def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
     """Standard normal (count, width), row i a pure function of (seed, first + i)."""
     rows = [_draws("noise", seed, first + i).standard_normal(width) for i in range(count)]
     return torch.from_numpy(np.stack(rows)).float()
+
+
+def window_noise(seed: int, window: bytes, width: int, first: int = 0) -> Tensor:
+    """Standard normal (bytes from `first` on, width), each row a pure function of the seed and of the window up to there.
+
+    By its place in the window alone, every window would begin with the noise of the one before, and the text would repeat itself.
+    """
+    read, rows = hashlib.sha256(window[:first]), []
+    for byte in window[first:]:
+        read.update(bytes([byte]))
+        mark = int.from_bytes(read.digest()[:8]) >> 4  # a purpose has the upper bits
+        rows.append(_draws("noise", seed, mark).standard_normal(width))
+    return torch.from_numpy(np.stack(rows)).float() if rows else torch.zeros(0, width)
 
 
 def _draws(purpose: Literal["noise", "sampling"], seed: int, position: int) -> np.random.Generator:

@@ -58,15 +58,12 @@ class Corpus:
         """sha256 of the text to train on, calibration part included, and of the valid part."""
         return _sha256(self.train, self.calibration), _sha256(self.valid)
 
-    def require(self, context: int) -> None:
-        """Refuse a corpus that cannot fill one context in each part."""
-        for part in ("train", "calibration", "valid"):
+    def require(self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context") -> None:
+        """Refuse a corpus that cannot fill one context in each part, or in those that are named."""
+        for part in parts or ("train", "calibration", "valid"):
             found = len(getattr(self, part))
             if found < context + 1:
-                raise CorpusError(
-                    f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; "
-                    "use a longer text or a smaller --context"
-                )
+                raise CorpusError(f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; {advice}")
 
 
 @dataclass(frozen=True)
@@ -177,6 +174,8 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
     if not listed:
         raise CorpusError(f"{name}: no text files found ({', '.join(sorted(TEXT_SUFFIXES))})")
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in listed]
+    if not any(size for _, size, _ in stats):
+        raise CorpusError(f"{name}: all its {len(listed)} text files are empty; give some with text in them")
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     target = cache / "corpora" / f"{name}-{digest}.txt"
     if not target.exists():
@@ -207,7 +206,10 @@ def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
     """What is text by its name; hidden folders are passed over, and so is what trainings leave, as it grows while they read."""
 
     def passed_over(path: Path) -> bool:
-        is_run = (path / "config.toml").is_file() and (path / "model").is_dir()
+        try:
+            is_run = (path / "config.toml").is_file() and (path / "model").is_dir()
+        except OSError:  # nobody may look into it
+            return True
         return is_run or path.name.startswith(".") or path.resolve() == cache.resolve()
 
     return (path for path in _files(folder, passed_over) if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from blocktrain.config import Config
-from blocktrain.errors import Interrupted
+from blocktrain.errors import Interrupted, RunError
 from blocktrain.events import read_events
 from blocktrain.learning.compose import Model, Sampler, autoregressive
 from blocktrain.learning.data import Bytes, Corpus, Source
@@ -61,7 +61,10 @@ def train_reference(channel: Channel, plan: Plan) -> None:
     trainer = Trainer(plan.config, REFERENCE)
     state = plan.run.state(REFERENCE)
     if state.exists():
-        trainer.load(state)
+        try:
+            trainer.load(state)
+        except RunError:
+            channel.send(kind="state_lost")
     said = saved = time.monotonic()
     losses: list[float] = []
     for step, loss in trainer.run(plan.source.open().train, plan.config.steps):

@@ -88,7 +88,7 @@ def create_run(folder: Path, config: Config, data: str, *, reference: bool = Fal
             path.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.toml", content)
     except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror or error}") from None
+        raise RunError(f"cannot write the run folder {folder}: {error.strerror or error}; name another one with --out") from None
     return run
 
 
@@ -101,7 +101,7 @@ def open_run(folder: Path) -> Opened:
     """An existing run folder; its settings must be those that it was made with."""
     path = folder / "config.toml"
     if not path.is_file():
-        raise RunError(f"{folder} is not a run folder (it has no config.toml); train one with: blocktrain train --out {folder}")
+        raise RunError(f"{folder} is not a run folder (it has no config.toml); begin a run without --resume, in a new folder")
     settings, told = read_settings(path)
     data, reference, fingerprint = (told.get(name) for name in ("data", "reference", "fingerprint"))
     if not isinstance(data, str) or not isinstance(reference, bool) or not isinstance(fingerprint, str):
@@ -151,7 +151,12 @@ def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None)
         "files": files,
         "reference": file_sha256(reference) if reference.exists() else None,
     }
-    write_json(run.model / "config.json", content)
+    write_json(run.model / "config.json", {**content, "sha256": _digest(content)})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of all that a manifest says; so a change is noticed that would only make it another model."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_model_card(run: Run, config: Config, result: dict[str, Any]) -> None:
@@ -221,7 +226,11 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(path)
     if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict) or not isinstance(content.get("files"), dict):
         raise RunError(f"{path} is not a BlockTrain model of a format this version reads ({FORMAT})")
-    config, weights, data = make_config(content["settings"]), content.get("pool_weights"), content.get("data")
+    try:
+        config = make_config(content["settings"])
+    except ConfigError as error:
+        raise RunError(f"{path} is damaged, or of another version of blocktrain: {error}") from None
+    weights, data = content.get("pool_weights"), content.get("data")
     if content.get("fingerprint") != config.fingerprint:
         raise RunError(f"{path} was changed, or is of another version of blocktrain: its settings are not those of its fingerprint")
     if not isinstance(data, str) or not data:
@@ -233,6 +242,8 @@ def read_manifest(folder: Path) -> Manifest:
     reference = content.get("reference")
     if reference is not None and not isinstance(reference, str):
         raise RunError(f"{path} is damaged: reference must be the hash of the end-to-end model, or null")
+    if content.pop("sha256", None) != _digest(content):
+        raise RunError(f"{path} was changed, or is of another version of blocktrain; restore it, or train again")
     return Manifest(run, config, data, content["files"], weights, reference)
 
 
@@ -269,8 +280,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a sentence."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is damaged, it is not JSON ({error}); restore it or train again") from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it does not hold an object")
     return content

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,15 +173,16 @@ class Trainer:
         """Weights, optimizer moments and step, as one safetensors file, atomically."""
         tensors = {f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()}
         tensors |= self.moments()
-        metadata = {"fingerprint": self.config.fingerprint, "index": str(self.index), "step": str(self.step), "seconds": str(self.seconds)}
-        write_atomic(path, safetensors.torch.save(tensors, metadata))
+        note = {"fingerprint": self.config.fingerprint, "index": self.index, "step": self.step, "seconds": self.seconds}
+        write_state(path, tensors, json.dumps(note))
 
     def load(self, path: Path) -> None:
         """Continue from a saved state of the same run and block."""
-        tensors, metadata = read_tensors(path)
-        if metadata.get("fingerprint") != self.config.fingerprint or metadata.get("index") != str(self.index):
+        tensors, said = read_state(path)
+        note = json.loads(said)
+        if (note["fingerprint"], note["index"]) != (self.config.fingerprint, self.index):
             raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
-        self.step, self.seconds = int(metadata["step"]), float(metadata["seconds"])
+        self.step, self.seconds = note["step"], note["seconds"]
         load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
         self.restore({k: t for k, t in tensors.items() if not k.startswith("model.")})
 
@@ -193,6 +196,28 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
         raise RunError(f"{path} is damaged ({error}); restore it or train again") from None
+
+
+def write_state(path: Path, tensors: Mapping[str, Tensor], note: str) -> None:
+    """Tensors and a note about them as one safetensors file, atomically; with a hash, as safetensors itself notices no flipped bit."""
+    write_atomic(path, safetensors.torch.save(dict(tensors), {"note": note, "sha256": _state_hash(tensors, note)}))
+
+
+def read_state(path: Path) -> tuple[dict[str, Tensor], str]:
+    """What `write_state` wrote, to the last bit, or a sentence about what is wrong with it."""
+    tensors, metadata = read_tensors(path)
+    note = metadata.get("note", "")
+    if metadata.get("sha256") != _state_hash(tensors, note):
+        raise RunError(f"{path} is damaged, or of another version of blocktrain; without it that training begins anew")
+    return tensors, note
+
+
+def _state_hash(tensors: Mapping[str, Tensor], note: str) -> str:
+    digest = hashlib.sha256(note.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocktrain.config import VOCABULARY, Config
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.compose import euler_hop, in_pieces, position_noise
+from blocktrain.learning.compose import euler_hop, in_pieces, position_noise, window_noise
 from blocktrain.learning.model import Block, Cache, target_table
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
@@ -149,10 +149,10 @@ class RingSession:
             at = min(start, common(self._known, window))
             self._known = window
             return await self._walk(window[at:], frames.Run(0, at, len(window) - at, len(window) - start), None)
-        if len(self._noise) < len(window):
-            more = position_noise(self._seed, len(self._noise), len(window) - len(self._noise), self._home.config.z_width)
-            self._noise = torch.cat([self._noise, more])
-        return await self.denoise(window, self._noise[: len(window)], len(window) - start)
+        same = common(self._known, window)
+        more = window_noise(self._seed, window, self._home.config.z_width, same)
+        self._known, self._noise = window, torch.cat([self._noise[:same], more])
+        return await self.denoise(window, self._noise, len(window) - start)
 
     async def denoise(self, ids: bytes, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
         """Logits (wanted, V) at the end of a walk that begins with this noise (T, Z)."""
