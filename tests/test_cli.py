@@ -168,6 +168,7 @@ BAD_INPUT = [
     (["evaluate"], "RUN is missing"),
     (["evaluate", "full", "more"], "nothing takes more"),
     (["train", "--data", "notes.txt", "--config", "words.toml"], "reference must be true or false"),
+    (["train", "--data", "notes.txt", "--config", "/dev/zero"], "no settings file"),
     (["train", "--data", "hollow"], "all its 1 text files are empty"),
     (["generate", "full", "--sweeps", "2"], "are for --mode sweep"),
     (["generate", "full", "--draft", "none"], "are for --mode sweep"),

@@ -159,6 +159,20 @@ def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path
     assert {e["block"] for e in read_events(here.run.events) if e["kind"] == "state_lost"} == {1}
 
 
+def test_a_damaged_reference_is_trained_again(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+    config = tiny_config(compose="pool", blocks=1, steps=4)
+    run = create_run(tmp_path / "run", config, str(corpus_folder), reference=True)
+    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path), reference=True)
+    train_blocks(plan, lambda *_: None)
+    complete(plan, lambda _: None)
+    good = run.weights(REFERENCE).read_bytes()
+    run.weights(REFERENCE).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    warnings: list[str] = []
+    train_blocks(plan, lambda *_: None, warnings.append)
+    assert len(warnings) == 1 and "the reference is trained again" in warnings[0]
+    assert run.weights(REFERENCE).read_bytes() == good
+
+
 def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
     config = tiny_config(blocks=3, steps=8)
     here = Here(tmp_path, config, corpus_folder, task_steps=3, reference=True, slots=3)

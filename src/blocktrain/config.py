@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from blocktrain.errors import ConfigError
 
+LARGEST_FILE = 1 << 20  # bytes of settings
 OF_RUN = ("data", "reference")  # settings of a run that are none of the model
 WORDS = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
@@ -131,7 +132,7 @@ class Config(BaseModel):
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
         if self.compose == "euler" and self.objective != "denoise":
-            raise ValueError("compose=euler needs objective=denoise (or use --preset paper)")
+            raise ValueError("compose=euler needs objective=denoise, as in the preset paper")
         if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
             raise ValueError("skip=edm only composes by euler; use compose=euler or skip=exact")
         if self.compose == "fuse" and self.blocks < 2:
@@ -184,7 +185,11 @@ def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, not yet validated."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # which may be endless
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise ConfigError(f"{path} has more than {LARGEST_FILE} bytes: that is no settings file")
+        return tomllib.loads(content.decode())
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
