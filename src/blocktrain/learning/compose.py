@@ -78,7 +78,7 @@ class Model:
     def drafter(self, number: int = 1) -> Scorer:
         """One block as a language model of its own."""
         if self.blocks[number - 1].skip == "edm":
-            raise ConfigError("a block of skip=edm predicts nothing without a noised target; use mode autoregressive, or --draft none if it has a tail")
+            raise ConfigError("a block of skip=edm cannot draft; use mode autoregressive, or --draft none for a model with a tail")
         stage = LocalStage(self, number)
         return lambda ids, start: self.blocks[number - 1](stage(ids, start))
 
