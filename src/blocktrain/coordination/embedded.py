@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
+
 from blocktrain.coordination.coordinator import Coordinator, open_coordinator
 from blocktrain.coordination.embedded_worker import Seat, work
 from blocktrain.coordination.policy import Policy
@@ -22,7 +24,7 @@ from blocktrain.coordination.worker_desk import corpus_folder
 from blocktrain.errors import RunError
 from blocktrain.events import EventLog
 from blocktrain.learning.local import Plan, Told, train_reference
-from blocktrain.learning.runs import block_name, file_sha256, read_manifest
+from blocktrain.learning.runs import block_name, file_sha256, load_block, read_manifest
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 
@@ -70,8 +72,10 @@ def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
         return False
     with suppress(RunError):  # there is none before the end
         known = read_manifest(plan.run.folder).reference
-    if known in (None, file_sha256(path)):
-        return True
+    with suppress(RunError):
+        load_block(plan.run, plan.config, REFERENCE, torch.device("cpu"))
+        if known in (None, file_sha256(path)):
+            return True
     warn(f"{path} is damaged or foreign: the reference is trained again")
     return False
 

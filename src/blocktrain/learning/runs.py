@@ -242,8 +242,9 @@ def read_manifest(folder: Path) -> Manifest:
     reference = content.get("reference")
     if reference is not None and not isinstance(reference, str):
         raise RunError(f"{path} is damaged: reference must be the hash of the end-to-end model, or null")
-    if content.pop("sha256", None) != _digest(content):
-        raise RunError(f"{path} was changed, or is of another version of blocktrain; restore it, or train again")
+    said = content.pop("sha256", None)  # an early version wrote none
+    if said is not None and said != _digest(content):
+        raise RunError(f"{path} was changed; restore it, or train again")
     return Manifest(run, config, data, content["files"], weights, reference)
 
 
