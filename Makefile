@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 # Half as many again as there are cores: much of what is tested waits for processes and sockets.
-TESTERS = $(shell $(VENV)/bin/python -c "from blocktrain.places import cores; print(cores() * 3 // 2)")
+TESTERS = $(shell $(VENV)/bin/python -c "from blocktrain.cli.environment import cores; print(cores() * 3 // 2)")
 
 .PHONY: install browser train test lint clean
 

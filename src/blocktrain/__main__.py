@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """`blocktrain`, and `python -m blocktrain`."""
     try:
-        from blocktrain.cli import main as command
+        from blocktrain.cli.app import main as command
 
         command()
     except KeyboardInterrupt:

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blocktrain.bench import quality as jobs_of
-from blocktrain.bench import table
-from blocktrain.bench import tune as tuning
-from blocktrain.bench.coordinator import SwarmOptions, measure_swarm
-from blocktrain.bench.coordinator import plot as plot_coordinator
 from blocktrain.bench.machine import header
 from blocktrain.bench.memory import measure_memory
+from blocktrain.bench.quality import quality as jobs_of
+from blocktrain.bench.quality import table
+from blocktrain.bench.quality import tune as tuning
 from blocktrain.bench.step import measure_step
-from blocktrain.bench.transfers import TransferOptions, measure_transfers
-from blocktrain.bench.transport import PAPER, TransportOptions, plot_transport, trials
-from blocktrain.bench.transport import measure as measure_transport
+from blocktrain.bench.transport.coordinator import SwarmOptions, measure_swarm
+from blocktrain.bench.transport.coordinator import plot as plot_coordinator
+from blocktrain.bench.transport.transfers import TransferOptions, measure_transfers
+from blocktrain.bench.transport.transport import PAPER, TransportOptions, plot_transport, trials
+from blocktrain.bench.transport.transport import measure as measure_transport
 from blocktrain.config import Config, make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Source
-from blocktrain.learning.runs import read_json, write_json
 from blocktrain.processes import Job, run_jobs
+from blocktrain.runs.folder import read_json, write_json
 from blocktrain.terminal import JobBars, bar, console, rows_table
 
 Result = dict[str, Any]

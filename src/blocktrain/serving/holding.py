@@ -15,10 +15,10 @@ from blocktrain.config import VOCABULARY, Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import euler_hop, middle_noise
 from blocktrain.learning.model import Block, Cache, target_table
-from blocktrain.learning.runs import file_sha256, load_block, load_blocks, read_manifest
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Topology
-from blocktrain.serving import ragged
+from blocktrain.runs.folder import file_sha256, load_block, load_blocks, read_manifest
+from blocktrain.serving.stage import ragged
 
 Memory = Any
 """What a holding keeps of a session between its RUNs."""

@@ -23,12 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving import openai_messages as m
-from blocktrain.serving.entry import Entry, Piece
+from blocktrain.serving.entry.entry import Entry, Piece
 from blocktrain.serving.gate import Keys, Places, Reading, check_name
 from blocktrain.serving.metrics import Metrics
 from blocktrain.serving.openai_messages import ApiError, Asked, Writing
-from blocktrain.serving.pages import page
-from blocktrain.web import body_seconds
+from blocktrain.serving.page import page
+from blocktrain.web.server import body_seconds
 
 MAX_BODY = 1 << 20
 ALIVE_SECONDS = 10.0  # without text a comment is sent, so that nobody in between takes the line for dead

@@ -1,0 +1,208 @@
+"""What an audit looks at: the ledger and the blobs of a run, from a coordinator's folder or through its public calls. Only reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import Field, ValidationError
+
+from blocktrain.errors import BlockTrainError, Damaged, RunError, Unreachable
+from blocktrain.protocol import ledger
+from blocktrain.protocol.identity import canonical_json
+from blocktrain.protocol.ledger import LedgerEntry
+from blocktrain.protocol.messages import Blob, Count, Manifest, Message, Sha256, Weight, read
+from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.web.client import Calls
+
+Totals = dict[str, tuple[int, int]]  # worker -> updates and tokens that became part of a version
+Name = Literal[
+    "chain",  # the ledger was changed, cut or reordered
+    "manifest",  # what the coordinator signed is not in the ledger
+    "malformed",  # an entry cannot be read
+    "run",  # the run's own document contradicts itself
+    "join",  # a worker is unknown, or is not its key
+    "signature",
+    "update",  # submission, order and record contradict each other
+    "lease",  # nobody gave this task, or not to this worker
+    "fence",  # the task was given to somebody else in the meantime
+    "twice",  # a task has two accepted updates
+    "weight",  # of staleness
+    "payload",  # missing or with other bytes
+    "lost",
+    "doubled",
+    "unexpected",
+    "share",
+    "rule",  # merged otherwise than the run's rules say
+    "sequence",  # versions do not follow each other
+    "weights",  # recomputed to other bytes
+    "momentum",
+    "blob",  # missing or with other bytes
+    "contributions",  # totals do not add up
+    "retrain",  # trained again to other bytes
+    "lineage",
+]
+Progress = Callable[[str, int, int], None]
+M = TypeVar("M", bound=Message)
+
+
+class Judged(ledger.UpdateFacts):
+    """update, with what the coordinator decided."""
+
+    id: Sha256
+    accepted: bool
+    staleness: Count
+    weight: Weight
+    tokens: Count
+
+
+class Made(ledger.VersionFacts):
+    """version, with what else it settled."""
+
+    dropped: dict[Sha256, str] = Field(default_factory=dict)
+    applied: tuple[Sha256, ...]
+    tokens: Count
+    norms: tuple[float, ...]
+
+
+class Begun(ledger.RunFacts):
+    """run, with the rules that it is coordinated by."""
+
+    policy: dict[str, Any] = Field(default_factory=dict)
+
+
+class Closed(ledger.RoundFacts):
+    """round, with the updates that became part of nothing."""
+
+    dropped: dict[Sha256, str] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be."""
+
+    name: Name
+    entry: int  # of the ledger; 0: the run as a whole
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """The ledger as it was at one moment, and what the coordinator says about it elsewhere."""
+
+    entries: tuple[LedgerEntry, ...]
+    totals: Totals | None = None
+    manifest: Manifest | None = None
+
+
+class Source(Protocol):
+    """Where a run can be read."""
+
+    whole: ClassVar[bool]  # whether the payloads of updates that wait for their merge can be read, too
+
+    def record(self) -> Record:
+        """The ledger; not checked."""
+
+    def blob(self, blob: Blob) -> bytes:
+        """The bytes under a name; Damaged if there are none. Not checked."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A coordinator's folder, also while it is in use: takes no lock, writes nothing."""
+
+    whole: ClassVar[bool] = True
+    path: Path
+
+    def record(self) -> Record:
+        """Ledger and totals as of the same commit."""
+        database = self.path / "run.sqlite"
+        if not database.is_file():
+            raise RunError(f"{self.path} holds no run of a coordinator")
+        # A reader of a database that nobody has open would leave files beside it; without a -wal nothing is being written.
+        mode = "mode=ro" if database.with_name("run.sqlite-wal").exists() else "immutable=1"
+        connection = sqlite3.connect(f"{database.resolve().as_uri()}?{mode}", uri=True, isolation_level=None)
+        try:
+            connection.execute("BEGIN")
+            rows = connection.execute("SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq").fetchall()
+            totals = connection.execute("SELECT worker, count(*), sum(tokens) FROM updates WHERE applied IS NOT NULL GROUP BY worker")
+            return Record(tuple(_entry(row) for row in rows), {worker: (count, tokens) for worker, count, tokens in totals})
+        except sqlite3.Error as error:
+            raise RunError(f"cannot read {database}: {error}") from None
+        finally:
+            connection.close()
+
+    def blob(self, blob: Blob) -> bytes:
+        """The bytes under a name."""
+        name = blob.sha256
+        try:
+            return (self.path / "blobs" / name[:2] / name[2:4] / name).read_bytes()
+        except OSError as error:
+            raise Damaged(f"the blob {name} cannot be read ({error.strerror})") from None
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A run behind its calls; what was downloaded is kept in a folder, so that nothing is asked for twice."""
+
+    whole: ClassVar[bool] = False
+    client: Calls
+    kept: Path
+
+    def record(self) -> Record:
+        """The manifest first: the ledger must then reach at least as far as it says."""
+        manifest = self.client.manifest()
+        entries: list[LedgerEntry] = []
+        while page := self.client.ledger(len(entries)).entries:
+            entries += page
+        return Record(tuple(entries), manifest=manifest)
+
+    def blob(self, blob: Blob) -> bytes:
+        """The bytes under a name. A line that breaks is the caller's trouble, not the run's."""
+        path = self.kept / blob.sha256
+        if path.exists():
+            return path.read_bytes()
+        content = bytearray()
+        try:
+            for piece in self.client.blob(blob.sha256):
+                content += piece
+                if len(content) > blob.length:
+                    break
+        except Refused as error:
+            if error.code is not Code.NOT_FOUND:
+                raise Unreachable(str(error)) from None
+            raise Damaged(f"the coordinator has no blob {blob.sha256}") from None
+        if len(content) == blob.length:
+            path.write_bytes(content)
+        return bytes(content)
+
+
+def checked(source: Source, blob: Blob) -> bytes:
+    """The bytes, after they were found to be those that the record names."""
+    content = source.blob(blob)
+    if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:
+        raise Damaged(f"the blob {blob.sha256} does not hold the {blob.length} bytes of its name")
+    return content
+
+
+def facts(kind: type[M], entry: LedgerEntry) -> M:
+    """What an entry says, as far as the fields are known; the body may have more."""
+    try:
+        body = json.loads(entry.body)
+        if not isinstance(body, dict) or canonical_json(body) != entry.body:
+            raise ValueError("it is not the canonical JSON of an object")
+    except (ValueError, RecursionError) as error:
+        raise Refused(Code.MALFORMED, f"the body of entry {entry.seq}: {error}") from None
+    return read(kind, canonical_json({name: body[name] for name in kind.model_fields if name in body}).encode(), ledger.MAX_BODY)
+
+
+def _entry(row: tuple[Any, ...]) -> LedgerEntry:
+    try:
+        return LedgerEntry(**dict(zip(("seq", "kind", "body", "previous", "hash"), row, strict=True)))
+    except ValidationError:
+        raise BlockTrainError(f"entry {row[0]} of the ledger is of no known form; was it written by a newer BlockTrain?") from None

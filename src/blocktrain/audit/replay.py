@@ -1,0 +1,161 @@
+"""Trains every accepted update of a ledger again, in one process with one thread. Needs torch; only an audit that asks for it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blocktrain.audit.evidence import Finding, Judged, Name, Progress
+from blocktrain.config import Config, make_config
+from blocktrain.errors import BlockTrainError, Damaged
+from blocktrain.learning.data import Bytes, open_corpus
+from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.train import Trainer, block_weights, one_thread, put_weights
+from blocktrain.protocol import codec, ledger
+from blocktrain.protocol.messages import Blob, Order, Submission
+
+Read = Callable[[Blob], bytes]
+Updates = Sequence[tuple[int, Judged]]  # accepted, with the numbers of their entries
+
+
+@dataclass(frozen=True)
+class _End:
+    """What was held when a task was done."""
+
+    lineage: str
+    moments: dict[str, Tensor]
+    residual: codec.Tensors
+
+
+def retrain(
+    run: ledger.RunFacts, joins: Mapping[str, ledger.JoinFacts], updates: Updates, read: Read, progress: Progress
+) -> tuple[int, list[Finding]]:
+    """(updates that were trained again, what was found). Only states that an accepted update has left can be continued."""
+    config = make_config({**run.config, "device": "cpu"})
+    jobs = {update.order.task: (entry, update) for entry, update in updates}
+    needs = {task: _continued(update) for task, (_, update) in jobs.items()}
+    try:
+        ordered = [task for task in TopologicalSorter(needs).static_order() if task in jobs]
+    except CycleError:
+        return 0, [Finding("lineage", 0, "some updates continue each other's states in a circle")]
+    uses = Counter(before for befores in needs.values() for before in befores)
+    ends: dict[int, _End] = {}
+    findings = list(_beginnings(config, run))
+    with one_thread(), _corpus(run, read) as text:
+        for number, task in enumerate(ordered, start=1):
+            entry, update = jobs[task]
+            problems, end = _again(update, config, text, ends, read)
+            findings += [Finding(name, entry, f"{sentence}{_where(joins, update, name)}") for name, sentence in problems]
+            uses.subtract(needs[task])
+            ends = {before: held for before, held in ends.items() if uses[before] > 0}
+            if end is not None and uses[task] > 0:
+                ends[task] = end
+            progress("updates", number, len(ordered))
+    return len(ordered), sorted(findings, key=lambda finding: finding.entry)
+
+
+def _continued(update: Judged) -> set[int]:
+    c = update.submission.continued
+    return {task for task in (c.optimizer, c.residual) if task is not None}
+
+
+@contextmanager
+def _corpus(run: ledger.RunFacts, read: Read) -> Iterator[Bytes]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.txt").write_bytes(read(run.corpus.train))
+        (folder / "valid.txt").write_bytes(read(run.corpus.valid))
+        yield open_corpus(name, None, folder).train
+
+
+def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
+    """Version 0 is what the seed gives."""
+    for first in run.blocks:
+        content = codec.pack(block_weights(build_block(config, first.block)))
+        if hashlib.sha256(content).hexdigest() != first.weights.sha256:
+            yield Finding("retrain", 1, f"version 0 of block {first.block} is not what this build of torch draws from the seed")
+
+
+def _again(update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End], read: Read) -> tuple[list[tuple[Name, str]], _End | None]:
+    """Train an update again, and hold what comes out against what was sent."""
+    order, sent = update.order, update.submission
+    name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
+    try:
+        parent, residual = _end(ends, sent.continued.optimizer), _end(ends, sent.continued.residual)
+        trainer, losses = _trained(update, config, text, parent, read)
+        payload, left = _payload(order, trainer, residual, read)
+    except BlockTrainError as error:
+        return [("retrain", f"{name} cannot be trained again: {error}")], None
+    lineage = ledger.lineage(parent.lineage if parent else None, order, sent.continued)
+    found: list[tuple[Name, str]] = []
+    if sent.lineage != lineage:
+        found.append(("lineage", f"{name} comes from another optimizer state than it says"))
+    if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
+        found.append(("retrain", f"{name} comes out with other bytes{_apart(sent, payload, trainer, read)}"))
+    elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
+        found.append(("retrain", f"{name} has other losses than it reports"))
+    return found, _End(lineage, trainer.moments(), left)
+
+
+def _end(ends: Mapping[int, _End], task: int | None) -> _End | None:
+    if task is not None and task not in ends:
+        raise Damaged(f"it continues what task {task} left, and no accepted update of that task could be trained again")
+    return None if task is None else ends[task]
+
+
+def _trained(update: Judged, config: Config, text: Bytes, parent: _End | None, read: Read) -> tuple[Trainer, list[float]]:
+    order = update.order
+    sources = [_source(config, pin.block, read(pin.weights)) for pin in sorted(order.features, key=lambda pin: pin.block)]
+    trainer = Trainer(config, order.block, sources, order.start_step, order.stream)
+    trainer.load_weights(codec.unpack(read(order.weights)))
+    # Copies: the optimizer works in place, and another task may continue the same state.
+    trainer.restore({} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()})
+    losses = [loss for _, loss in trainer.run(text, order.start_step + update.submission.steps)]
+    return trainer, losses
+
+
+def _source(config: Config, index: int, raw: bytes) -> Block:
+    block = build_block(config, index)
+    put_weights(block, codec.unpack(raw))
+    return block
+
+
+def _payload(order: Order, trainer: Trainer, residual: _End | None, read: Read) -> tuple[bytes, codec.Tensors]:
+    new = trainer.weights()
+    if order.compression == "none":
+        return codec.compress_weights(new), {}
+    base = codec.unpack(read(order.weights))
+    return codec.compress({name: new[name] - base[name] for name in new}, residual.residual if residual else None, order.compression)
+
+
+def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
+    """How far what was sent is from what comes out here."""
+    schema = codec.schema_of(trainer.weights())
+    try:
+        theirs = codec.open_update(read(Blob(sha256=sent.payload_sha256, length=sent.payload_length)), schema).tensors
+    except BlockTrainError as error:
+        return f" ({error})"
+    ours = codec.open_update(payload, schema).tensors
+    most = max(float(np.abs(ours[name] - theirs[name]).max(initial=0)) for name in ours)
+    return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
+
+
+def _where(joins: Mapping[str, ledger.JoinFacts], update: Judged, name: Name) -> str:
+    """Honest work can differ, too."""
+    if name != "retrain":
+        return ""
+    known = joins.get(update.submission.worker)
+    return (
+        f"; it was trained on {known.device if known else 'an unknown device'}, this is torch {torch.__version__} on cpu with one thread: "
+        "another device type or build of torch gives other bits"
+    )

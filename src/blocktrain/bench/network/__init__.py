@@ -1,0 +1,1 @@
+"""Hosts and links that behave as badly as one asks for."""

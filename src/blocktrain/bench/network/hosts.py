@@ -1,0 +1,66 @@
+"""Hosts that are not there: each a network namespace behind a link of its own, or plain processes where the system allows no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from blocktrain.bench.network import namespaces
+from blocktrain.bench.network.shaper import BUFFER, LOCALHOST, QUEUE_SECONDS, Link, Shaped, shaped
+from blocktrain.errors import RunError
+
+Kind = Literal["namespaces", "processes"]
+MOST = 250
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place to start processes in, and the link through which they reach the server."""
+
+    name: str
+    kind: Kind
+    shaped: Shaped
+
+    @property
+    def url(self) -> str:
+        """The server as it is called from this host."""
+        return self.shaped.url
+
+    def command(self, argv: list[str]) -> list[str]:
+        """The command that runs this one on the host."""
+        return ["ip", "netns", "exec", self.name, *argv] if self.kind == "namespaces" else argv
+
+
+@contextmanager
+def hosts(count: int, link: Link, port: int, kind: Kind | None = None) -> Iterator[list[Host]]:
+    """Hosts that reach the server on this machine's loopback port through one such link each; gone when the block ends."""
+    if not 1 <= count <= MOST:
+        raise RunError(f"between 1 and {MOST} hosts, not {count}")
+    kind = kind or ("namespaces" if namespaces_possible() else "processes")
+    with ExitStack() as stack:
+        found = []
+        for index in range(count):
+            name, mine = f"{namespaces.PREFIX}-{os.getpid()}-{index}", replace(link, seed=link.seed + index)
+            if kind == "namespaces":  # the kernel narrows this one
+                near = stack.enter_context(namespaces.cabled(name, _narrowed(link)))
+                line = shaped(LOCALHOST, port, replace(mine, mbit=0), listen=namespaces.NEAR, network=near)
+            else:
+                line = shaped(LOCALHOST, port, mine)
+            found.append(Host(name, kind, stack.enter_context(line)))
+        yield found
+
+
+def namespaces_possible() -> bool:
+    """Whether this process may make network namespaces and narrow their links."""
+    return namespaces.possible(_narrowed(Link(mbit=100)))
+
+
+def _narrowed(link: Link) -> list[str]:
+    """The link's bandwidth in tc's words."""
+    if not link.mbit:
+        return []
+    burst, queue = str(max(BUFFER // 4, int(link.mbit * 1250))), f"{int(QUEUE_SECONDS * 1000)}ms"
+    return ["tbf", "rate", f"{link.mbit}mbit", "burst", burst, "latency", queue]

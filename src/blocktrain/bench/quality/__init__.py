@@ -1,0 +1,1 @@
+"""What compositions are worth."""

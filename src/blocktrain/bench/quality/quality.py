@@ -1,0 +1,237 @@
+"""What composition pays: the paper's, ours, single blocks and the end-to-end reference, from one run, in one table.
+
+Every training and every evaluation is a job in a process of its own that leaves its result in the output folder, so an
+interrupted bench goes on where it stopped. Variants share what comes out the same: the blocks of `fuse` are those of `pool`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.bench.serving.samples import judge_samples
+from blocktrain.config import PRESETS, Config
+from blocktrain.errors import Interrupted
+from blocktrain.learning.compose import Model
+from blocktrain.learning.data import Bytes, Source
+from blocktrain.learning.evaluate import (
+    MARGINAL_DRAWS,
+    context_predictors,
+    cross_entropies,
+    euler_predictors,
+    evaluate_alone,
+    fit_pool_weights,
+)
+from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
+from blocktrain.processes import Channel, Job
+from blocktrain.runs.folder import Run, block_name, load_block, publish, read_json, write_json
+from blocktrain.runs.results import peak_mb
+
+SCALES: dict[str, dict[str, Any]] = {
+    "standard": {"width": 128, "layers_per_block": 2, "blocks": 4, "context": 128, "batch": 16, "steps": 1200},
+    "tiny": {"width": 32, "heads": 2, "layers_per_block": 1, "blocks": 4, "context": 32, "batch": 8, "steps": 60, "z_width": 32},
+}
+VALID_LIMIT = {"standard": None, "tiny": 16_384}
+LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
+STOPPED = "told to stop; what it had is saved: call the bench again to continue"
+VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {**PRESETS["paper"], "skip": "exact"},  # what the skip alone changes; first, as its evaluation takes longest
+    "fuse": {"compose": "fuse"},
+    "pool": {"compose": "pool"},
+    "same": {"compose": "fuse", "data_order": "shared"},
+    "beside": {"compose": "fuse"},
+    "paper": PRESETS["paper"],
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One seed at one scale."""
+
+    folder: Path
+    base: Config
+    source: Source
+    valid_limit: int | None
+    leakage: bool
+
+    def config(self, variant: str) -> Config:
+        """Settings of a variant; leakage variants are named by their lowest noise level."""
+        if variant.startswith("leakage_"):
+            return self.base.replace(**VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_")))
+        return self.base.replace(**VARIANTS[variant])
+
+    def run(self, variant: str) -> Run:
+        """Where a variant's weights are."""
+        return Run(self.folder / variant)
+
+    def result(self, job: str) -> Path:
+        """Where a job leaves its numbers."""
+        return self.folder / "results" / f"{job}.json"
+
+    def valid(self) -> Bytes:
+        """What is evaluated."""
+        return self.source.open().valid[: self.valid_limit]
+
+
+def twin(config: Config, variant: str, index: int) -> str | None:
+    """The variant whose training of this block is the same computation, if there is one."""
+    if variant in ("pool", "beside") and 1 <= index < config.blocks:
+        return "fuse"
+    return "fuse" if variant == "same" and index == 1 else None
+
+
+def leakage_variant(setup: Setup, sigma: float) -> str:
+    """The variant whose lowest noise level is this one."""
+    return "exact" if sigma == setup.base.sigma_min else f"leakage_{sigma}"
+
+
+def jobs(setup: Setup) -> list[Job]:
+    """Everything one seed needs, longest first; what already has its result is left out."""
+    planned = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
+    leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
+    for variant in dict.fromkeys([*VARIANTS, *leakage]):
+        config = setup.config(variant)
+        for index in range(1, config.blocks + 1):
+            if twin(config, variant, index):
+                continue
+            reads = [_job_name(config, variant, n) for n in range(1, config.independent + 1)] if index > config.independent else []
+            planned.append(Job(f"{variant}-{block_name(index)}", train_job, (setup, variant, index), after=tuple(reads)))
+        needs = {_job_name(config, variant, n) for n in range(1, config.blocks + 1)}
+        needs |= {"end_to_end"} if variant == "fuse" else set()
+        planned.append(Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs))))
+    planned.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
+    done = {job.name for job in planned if setup.result(job.name).exists()}
+    return [Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in done)) for j in planned if j.name not in done]
+
+
+def _job_name(config: Config, variant: str, index: int) -> str:
+    return f"{twin(config, variant, index) or variant}-{block_name(index)}"
+
+
+def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
+    """Train one block, publish it, and (blocks of `fuse`) the versions that `beside` reads on the way."""
+    torch.set_num_threads(1)
+    config, run = setup.config(variant), setup.run(variant)
+    state = run.state(index)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    reads = config.reads(index)
+    trainer = Trainer(config, index, [_final(setup, variant, n) for n in range(1, reads + 1)])
+    if state.exists():
+        trainer.load(state)
+    if variant == "beside" and reads:
+        first = version_beside(trainer.step, config.steps)
+        trainer.read([_version(setup, config, n, first) for n in range(1, reads + 1)])
+    name = "end_to_end" if index == REFERENCE else f"{variant}-{block_name(index)}"
+    losses: list[float] = []
+    version = version_beside(trainer.step, config.steps)
+    for step, loss in trainer.run(setup.source.open().train, config.steps):
+        losses = [*losses[-99:], loss]
+        if variant == "fuse" and 0 < index <= config.independent and is_published(step, config.steps):
+            publish(Run(run.folder / f"version-{step}"), index, trainer.block)
+        if variant == "beside" and reads and version != version_beside(step, config.steps):
+            version = version_beside(step, config.steps)
+            trainer.read([_version(setup, config, n, version) for n in range(1, reads + 1)])
+        if step % 10 == 0 or step == config.steps:
+            channel.send(step=step, steps=config.steps, loss=sum(losses) / len(losses))
+        if channel.stopped and step < config.steps:
+            trainer.save(state)
+            raise Interrupted(STOPPED)
+    publish(run, index, trainer.block)
+    _save(setup, name, {"seconds": round(trainer.seconds, 1), "peak_mb": peak_mb(), "train_ce": sum(losses) / len(losses)})
+    state.unlink(missing_ok=True)
+
+
+def is_published(step: int, steps: int) -> bool:
+    """Whether a block publishes a version at this step for the fusion block beside it, which begins at half its budget."""
+    every = max(steps // VERSIONS, 1)
+    return step == steps or (step % every == 0 and step >= steps // 2 // every * every)
+
+
+def version_beside(step: int, steps: int) -> int:
+    """The version that the fusion block reads after `step` of its own steps: the others keep pace until they are finished."""
+    every = max(steps // VERSIONS, 1)
+    return steps if steps // 2 + step >= steps else max(every, (steps // 2 + step) // every * every)
+
+
+def _version(setup: Setup, config: Config, index: int, step: int) -> Block:
+    path = Run(setup.run("fuse").folder / f"version-{step}").weights(index)
+    block = build_block(config, index)
+    load_weights(block, read_tensors(path)[0], path)
+    return block
+
+
+def _final(setup: Setup, variant: str, index: int) -> Block:
+    config = setup.config(variant)
+    return load_block(setup.run(twin(config, variant, index) or variant), config, index, torch.device("cpu"))
+
+
+def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
+    """Cross entropies of one variant on the whole valid split."""
+    torch.set_num_threads(1)
+    config = setup.config(variant)
+    blocks = [_final(setup, variant, n) for n in range(1, config.independent + 1)]
+    fusion = _final(setup, variant, config.blocks) if config.compose == "fuse" else None
+    model = Model(config, blocks, fusion)
+    found: dict[str, Any] = {}
+    valid = setup.valid()
+
+    def progress(share: float) -> None:
+        _going_on(channel, share=share)
+
+    if config.skip == "exact":
+        model.pool_weights = fit_pool_weights(model, setup.source.open().calibration)
+        found["pool_weights"] = model.pool_weights.tolist()
+        predict = context_predictors(model, leave_out=variant == "fuse")
+        found["ce"] = cross_entropies(predict, valid, config.context, progress=progress)
+    if config.compose == "euler":
+        draws = MARGINAL_DRAWS if variant == "exact" else 1
+        predict = euler_predictors(model, seed=config.seed, draws=draws)
+        found["ce"] = {**found.get("ce", {}), **cross_entropies(predict, valid, config.context, progress=progress)}
+    if variant == "fuse":
+        reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
+        found["reference"] = evaluate_alone(reference, valid, config.context)
+    _save(setup, f"evaluate-{variant}", found)
+
+
+def samples_job(channel: Channel, setup: Setup) -> None:
+    """Quality of sampled text under the end-to-end model."""
+    torch.set_num_threads(1)
+    config = setup.config("fuse")
+    blocks = [_final(setup, "fuse", n) for n in range(1, config.independent + 1)]
+    model = Model(config, blocks, _final(setup, "fuse", config.blocks))
+    reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
+    count = 32 if setup.valid_limit is None else 4
+    rows = judge_samples(
+        model, reference, setup.valid(), count=count, seed=config.seed, progress=lambda share: _going_on(channel, share=share)
+    )
+    _save(setup, "samples", {"rows": rows})
+
+
+def _going_on(channel: Channel, *, share: float) -> None:
+    """Tell how far a job is, and end it here if it is to stop: what takes minutes is not waited for."""
+    channel.send(share=share)
+    if channel.stopped and share < 1:
+        raise Interrupted(STOPPED)
+
+
+def _save(setup: Setup, job: str, content: dict[str, Any]) -> None:
+    setup.result(job).parent.mkdir(parents=True, exist_ok=True)
+    write_json(setup.result(job), content)
+
+
+def clear_versions(setup: Setup) -> None:
+    """Drop the intermediate versions once nothing needs them."""
+    for folder in setup.run("fuse").folder.glob("version-*"):
+        shutil.rmtree(folder)
+
+
+def results(setup: Setup) -> dict[str, dict[str, Any]]:
+    """What all jobs left, by job."""
+    return {path.stem: read_json(path) for path in sorted((setup.folder / "results").glob("*.json"))}

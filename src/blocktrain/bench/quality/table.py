@@ -1,0 +1,160 @@
+"""The rows of `bench quality`: from what the jobs left to one table, means over seeds, and a plot."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from blocktrain.bench.quality.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
+from blocktrain.config import Config
+from blocktrain.learning.data import batch_offsets
+from blocktrain.learning.model import build_block, build_reference
+from blocktrain.learning.train import REFERENCE
+from blocktrain.runs.folder import block_name
+
+Row = dict[str, Any]
+
+
+def seed_rows(setup: Setup) -> dict[str, Any]:
+    """All rows of one finished seed, and what does not fit into rows."""
+    left = results(setup)
+    fuse, pool, same, beside, paper, exact = (left[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact"))
+    blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
+    best = blocks.index(min(blocks)) + 1
+    row = partial(_row, setup, left, len(setup.source.open().train))
+    rows = [
+        row("end_to_end", left["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
+        row("single_block", statistics.mean(blocks), "pool", [1]),
+        row("best_block", min(blocks), "pool", [best]),
+        row("paper", paper["euler"], "paper"),
+        row("exact_euler", exact["euler"], "exact"),
+        row("exact_marginal", exact["marginal"], "exact"),
+        row("exact_pool", exact["pool"], "exact"),
+        row("pool", pool["pool"], "pool"),
+        row("fuse", fuse["fuse"], "fuse"),
+        *(row(name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
+        row("fuse_same_data", same["fuse"], "same"),
+        row("fuse_beside", beside["fuse"], "beside"),
+    ]
+    for found in rows:
+        found["gap"] = found["valid_ce"] - rows[0]["valid_ce"]
+    return {
+        "rows": rows,
+        "blocks": blocks,
+        "pool_of_fuse": fuse["pool"],
+        "after_block": {
+            name: [ce[f"euler_{n}"] for n in range(1, setup.base.blocks + 1)] for name, ce in (("paper", paper), ("exact", exact))
+        },
+        "samples": left["samples"]["rows"],
+        "leakage": _leakage(setup, left),
+    }
+
+
+def _row(setup: Setup, left: dict[str, Row], size: int, name: str, ce: float, variant: str, indices: Iterable[int] | None = None) -> Row:
+    """Training seconds are summed over the blocks a row is made of; memory is that of its largest process."""
+    config = setup.config(variant)
+    used = list(indices if indices is not None else range(1, config.blocks + 1))
+    jobs = [left["end_to_end" if i == REFERENCE else f"{twin(config, variant, i) or variant}-{block_name(i)}"] for i in used]
+    return {
+        "name": name,
+        "valid_ce": ce,
+        "gap": 0.0,
+        "seconds": round(sum(job["seconds"] for job in jobs), 1),
+        "peak_mb": max(job["peak_mb"] for job in jobs),
+        "million_parameters": round(sum(_learned(config, i) for i in used) / 1e6, 3),
+        "distinct_mb": round(_distinct_bytes(setup, size, variant, used) / 1e6, 3),
+    }
+
+
+def _learned(config: Config, index: int) -> int:
+    """Parameters of a block, or of the reference."""
+    block = build_reference(config) if index == REFERENCE else build_block(config, index)
+    return sum(p.numel() for p in block.parameters())
+
+
+def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -> int:
+    """How many different bytes of a corpus of this size were trained on."""
+    config = setup.config(variant)
+    streams = {1 if config.data_order == "shared" and i else i for i in indices}
+    draws = {"seed": config.seed, "batch": config.batch, "context": config.context}
+    starts = np.concatenate([batch_offsets(size, stream=stream, step=step, **draws) for stream in streams for step in range(config.steps)])
+    length = config.context + 1
+    return int(np.minimum(np.diff(np.sort(starts)), length).sum()) + length
+
+
+def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
+    """Training cross entropy of the block with the lowest noise against the composed one, as sigma_min falls."""
+    if not setup.leakage:
+        return []
+    found = []
+    for sigma in LEAKAGE_SIGMAS:
+        variant = leakage_variant(setup, sigma)
+        ce = left[f"evaluate-{variant}"]["ce"]
+        last = left[f"{variant}-{block_name(setup.base.blocks)}"]
+        found.append({"sigma_min": sigma, "train_ce_last_block": last["train_ce"], "composed_ce": ce["euler"], "pool_ce": ce["pool"]})
+    return found
+
+
+def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
+    """As the lowest noise falls, the target leaks: the last block's training loss falls with it, the composed model's does not."""
+    sigmas = [row["sigma_min"] for row in leakage]
+    for key, label, colour in (("composed_ce", "composed, valid", "#d55e00"), ("train_ce_last_block", "last block, training", "#555")):
+        axes.plot(sigmas, [row[key] for row in leakage], "o-", color=colour, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
+    axes.minorticks_off()
+    axes.set_xlabel("sigma_min (exact skip, Euler)")
+    axes.set_title("leakage, nats per byte", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
+    """Means over seeds; with several, `spread` is the largest minus the smallest cross entropy, `gap_spread` that of the gaps."""
+    rows = []
+    for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
+        row: Row = {"name": same_name[0]["name"]}
+        for key in ("valid_ce", "gap", "seconds", "peak_mb", "million_parameters", "distinct_mb"):
+            row[key] = round(statistics.mean(r[key] for r in same_name), 5)
+        if len(seeds) > 1:
+            row["spread"] = round(max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5)
+            row["gap_spread"] = round(max(r["gap"] for r in same_name) - min(r["gap"] for r in same_name), 5)
+        rows.append(row)
+    return rows
+
+
+def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -> None:
+    """Cross entropy of every row as dots on one axis, the reference as a line; beside it what lower noise does, where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = sorted(rows, key=lambda row: -row["valid_ce"])
+    ratios = (2, 1) if leakage else (1,)
+    size = (13 if leakage else 8, 0.34 * len(shown) + 1.2)
+    figure, panels = pyplot.subplots(1, len(ratios), squeeze=False, width_ratios=ratios, figsize=size)
+    axes = panels[0][0]
+    reference = next(row["valid_ce"] for row in rows if row["name"] == "end_to_end")
+    axes.axvline(reference, color="#888", linewidth=1)
+    ours = {"pool", "fuse"}
+    for y, row in enumerate(shown):
+        colour = "#0072b2" if row["name"] in ours else "#d55e00" if row["name"] == "paper" else "#555"
+        axes.plot(row["valid_ce"], y, "o", color=colour)
+        label, beside = f"{row['valid_ce']:.3f} ({row['gap']:+.3f})", {"xytext": (7, 0), "textcoords": "offset points"}
+        axes.annotate(label, (row["valid_ce"], y), va="center", fontsize=8, color=colour, **beside)
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.margins(x=0.18)
+    axes.set_xlabel("valid cross entropy, nats per byte (gap to end to end)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    if leakage:
+        _plot_leakage(panels[0][1], leakage)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,1 @@
+"""Text per second, exactness and failover."""

@@ -1,0 +1,197 @@
+"""Answers as a user meets them, with a clock beside: one after another, or many at once, in every mode and shape."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import statistics
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from blocktrain.errors import BlockTrainError
+from blocktrain.learning.compose import Sampler
+from blocktrain.learning.data import Bytes
+from blocktrain.protocol import frames
+from blocktrain.serving.entry.decode import Answer, Picker, common
+from blocktrain.serving.entry.entry import Entry, Mode, Request, Stats
+from blocktrain.serving.entry.readers import AnswerFailed
+from blocktrain.serving.line.lines import StageLine, StageLost
+
+PATIENCE = 3  # times that an answer is begun again when its ring broke
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A piece of real text, what really follows it, and the seed that it is continued with."""
+
+    text: bytes
+    real: bytes
+    seed: int
+
+
+def take_prompts(valid: Bytes, count: int, size: int, output: int, seed: int = 0) -> list[Prompt]:
+    """Pieces from all over the text."""
+    starts = [i * (len(valid) - size - output) // count for i in range(count)]
+    return [Prompt(bytes(valid[s : s + size]), bytes(valid[s + size : s + size + output]), seed + i) for i, s in enumerate(starts)]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How text is written: by which model, in which shape, in which mode."""
+
+    model: str
+    topology: Literal["fan", "ring", "star"]
+    mode: Mode
+    sweeps: int = 1
+
+    @property
+    def name(self) -> str:
+        """For the plot and for people."""
+        mode = f"sweep k={self.sweeps}" if self.mode == "sweep" else self.mode
+        return f"{mode} ({self.model}, {self.topology})"
+
+    def request(self, prompt: Prompt, output: int) -> Request:
+        """What is asked for; never degraded: a figure is that of the whole model."""
+        return Request(prompt.text, output, self.mode, self.sweeps, seed=prompt.seed, allow_degraded=False)
+
+
+@dataclass
+class Written:
+    """An answer, and what it took."""
+
+    text: bytes
+    seconds: float  # from the request to the last byte
+    first_byte_ms: float
+    sweeps: int
+    stats: Stats = field(default_factory=lambda: Stats(""))
+
+
+Writer = Callable[[Request], Awaitable[Written]]
+
+
+async def write(entry: Entry, request: Request) -> Written:
+    """One answer of an entry."""
+    for attempt in range(PATIENCE):
+        try:
+            return await _written(entry, request)
+        except AnswerFailed:
+            if entry.fan or attempt == PATIENCE - 1:
+                raise
+            await asyncio.sleep(1.0)
+    raise AnswerFailed("no attempt was made")  # pragma: no cover
+
+
+async def _written(entry: Entry, request: Request) -> Written:
+    began, text, first, stats = time.perf_counter(), b"", 0.0, Stats(request.mode)
+    async for piece in entry.generate(request):
+        text, stats = text + piece.text, piece.stats
+        first = first or (time.perf_counter() - began if text else 0.0)
+    return Written(text, time.perf_counter() - began, 1000 * first, stats.sweeps, stats)
+
+
+class Star:
+    """The end-to-end model with the entry in the middle: it asks one stage after another and carries the state itself."""
+
+    def __init__(self, lines: Sequence[StageLine], context: int) -> None:
+        self._lines, self._context = lines, context
+
+    async def write(self, request: Request) -> Written:
+        """One autoregressive answer."""
+        began, first = time.perf_counter(), 0.0
+        answer = Answer(request.prompt, request.max_tokens, self._context)
+        picker = Picker(Sampler(request.seed, request.temperature))
+        session = secrets.randbits(63)
+        known = text = b""
+        try:
+            await asyncio.gather(*(line.open(session, topology="ring") for line in self._lines))
+            while answer.finish is None:
+                window = answer.window
+                start = min(len(window) - 1, common(known, window))
+                logits = await self._ask(session, window[start:], start)
+                known = window
+                text += answer.commit(picker.picks(logits, len(answer.text)))
+                first = first or time.perf_counter() - began
+        finally:
+            with suppress(StageLost):
+                await asyncio.gather(*(line.close(session) for line in self._lines))
+        return Written(text, time.perf_counter() - began, 1000 * first, len(text))
+
+    async def _ask(self, session: int, ids: bytes, start: int) -> Tensor:
+        """Logits (1, V) after the last of the ids."""
+        state: Tensor | None = None
+        for line in self._lines:
+            wanted = 1 if line is self._lines[-1] else 0
+            state = (await line.submit(session, frames.Run(0, start, len(ids), wanted), ids, state))[0]
+        if state is None:
+            raise BlockTrainError("a star has at least one stage")
+        return state
+
+
+@dataclass
+class Measured:
+    """All answers of a row."""
+
+    way: Way
+    answers: list[Written]
+    wire_bytes: int  # between hosts, by all of them
+
+    def row(self, rtt_ms: float) -> Result:
+        """The figures, without what is predicted and how good the text is."""
+        count = len(self.answers)
+        written = sum(len(found.text) for found in self.answers)
+        sweeps = sum(found.sweeps for found in self.answers)
+        return {
+            "rtt_ms": rtt_ms,
+            "model": self.way.model,
+            "topology": self.way.topology,
+            "mode": self.way.mode,
+            "sweeps": self.way.sweeps if self.way.mode == "sweep" else round(sweeps / count, 2),
+            "bytes_per_s": written / sum(found.seconds for found in self.answers),
+            "bytes_per_sweep": written / sweeps,
+            "first_byte_ms": statistics.median(found.first_byte_ms for found in self.answers),
+            "wire_bytes": self.wire_bytes // count,
+            "prompts": count,
+            "traversals": sweeps / count,
+            "failovers": sum(found.stats.failovers for found in self.answers),
+        }
+
+    def histogram(self) -> dict[str, int]:
+        """How many sweeps accepted so many drafted bytes."""
+        counted = Counter(accepted for found in self.answers for accepted in found.stats.accepted_per_sweep)
+        return {str(accepted): counted[accepted] for accepted in sorted(counted)}
+
+
+async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], output: int) -> Result:
+    """As many users as prompts, all at the same moment: bytes of all together, and how long each of them waits."""
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(write(entry, way.request(prompt, output)) for prompt in prompts))
+    seconds = time.perf_counter() - began
+    return {
+        "users": len(prompts),
+        "mode": way.mode,
+        "bytes_per_s": sum(len(found.text) for found in answers) / seconds,
+        "seconds_p50": quantile([found.seconds for found in answers], 0.5),
+        "seconds_p99": quantile([found.seconds for found in answers], 0.99),
+        "first_byte_ms_p50": quantile([found.first_byte_ms for found in answers], 0.5),
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share is not above."""
+    ordered = sorted(values)
+    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+async def measured(way: Way, requests: Sequence[Request], one: Writer, wire: Callable[[], int]) -> Measured:
+    """Answer one request after another."""
+    before = await asyncio.to_thread(wire)
+    answers = [await one(request) for request in requests]
+    return Measured(way, answers, await asyncio.to_thread(wire) - before)

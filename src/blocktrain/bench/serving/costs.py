@@ -1,0 +1,186 @@
+"""What the parts of a sweep cost here, each measured by itself, and what the cost model makes of them on any line."""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from blocktrain.bench.serving.answers import Result, Way
+from blocktrain.config import Config
+from blocktrain.learning.compose import Sampler
+from blocktrain.protocol import frames
+from blocktrain.protocol.frames import Frame
+from blocktrain.serving.entry.cost import MOST_DRAFTED, Line, Linear, exact_seconds, fan_sweep, ring_sweep, swept_seconds
+from blocktrain.serving.entry.decode import Picker
+from blocktrain.serving.entry.drafting import Drafter, Lean
+from blocktrain.serving.entry.fan import Fusion, Home
+from blocktrain.serving.line.connection import Connection
+from blocktrain.serving.line.lines import Access, StageLine
+
+FLOAT = 4  # bytes
+REPEATS = 7  # of a timing whose median counts
+
+
+class TimedLine(StageLine):
+    """A line that keeps what stages say about the time they computed."""
+
+    def __init__(self, name: str, access: Access) -> None:
+        super().__init__(name, access)
+        self.computed: list[float] = []  # seconds
+
+    def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
+        """(By the connection.)"""
+        self.computed += [frame.header.microseconds / 1e6 for frame in found if isinstance(frame.header, frames.Result)]
+        super().received(connection, count, found)
+
+
+@asynccontextmanager
+async def timed_line(name: str, access: Access) -> AsyncIterator[TimedLine]:
+    """A line to a stage of this machine, ready to be asked."""
+    line = TimedLine(name, access)
+    await line.ready(30.0)
+    try:
+        yield line
+    finally:
+        await line.aclose()
+
+
+async def hop_overhead(line: TimedLine, context: int, repeats: int) -> list[float]:
+    """Seconds that a RUN of one byte takes there and back, without those that the stage computes."""
+    session, found = secrets.randbits(63), []
+    await line.open(session)
+    await line.run(session, 0, 0, bytes(context // 2))
+    for number in range(repeats):
+        began = time.perf_counter()
+        await line.run(session, number, context // 2 + number % (context // 2), b"e")
+        found.append(time.perf_counter() - began - line.computed[-1])
+    await line.close(session)
+    return found
+
+
+async def stage_cost(line: TimedLine, context: int) -> Linear:
+    """Seconds that a stage computes on so many positions at the end of the window."""
+    session = secrets.randbits(63)
+    await line.open(session)
+    await line.run(session, 0, 0, bytes(context))
+    found: list[tuple[int, float]] = []
+    for epoch, size in enumerate([size for size in _sizes(context) for _ in range(REPEATS)], 1):
+        await line.run(session, epoch, context - size, bytes(size))
+        found.append((size, line.computed[-1]))
+    await line.close(session)
+    return fitted(found)
+
+
+async def layers_cost(line: TimedLine, context: int, width: int) -> Linear:
+    """The same of a stage that holds layers of the end-to-end model."""
+    session = secrets.randbits(63)
+    await line.open(session, topology="ring")
+    first = line.facts is None or line.facts.blocks[0] == 1
+    found: list[tuple[int, float]] = []
+    for epoch, size in enumerate([context, *(size for size in _sizes(context) for _ in range(REPEATS))]):
+        state = None if first else torch.zeros(size, width)
+        await line.submit(session, frames.Run(epoch, context - size, size, 1), bytes(size), state)
+        found.append((size, line.computed[-1]))
+    await line.close(session)
+    return fitted(found[1:])
+
+
+def entry_cost(home: Home, context: int) -> Linear:
+    """Seconds from the features to the bytes: fusion and sampling."""
+    fusion, picker = Fusion(home.readout), Picker(Sampler())
+    window, kept = bytes(context), (True,) * home.blocks
+    features = torch.randn(home.blocks, context, home.width)
+
+    def sweep(size: int) -> None:
+        logits = fusion.read(window, context - size, features[:, context - size :], kept)
+        list(picker.picks(logits, context))
+
+    with torch.inference_mode():
+        sweep(context)
+        return fitted([(size, _seconds(sweep, size)) for size in _sizes(context) for _ in range(REPEATS)])
+
+
+def draft_cost(config: Config, home: Home) -> float:
+    """Seconds that the entry's own block takes for a byte."""
+    prompt, size = bytes(config.context // 4), config.context // 2
+    found = []
+    with torch.inference_mode():
+        for _ in range(REPEATS):
+            drafter = Drafter(Lean(config, home.local), Sampler())
+            drafter.draft(prompt, 0, 1)
+            found.append(_seconds(drafter.draft, prompt, 0, 1 + size) / size)
+    return statistics.median(found)
+
+
+def _sizes(context: int) -> list[int]:
+    return [1, context // 8, context // 4, context // 2]
+
+
+def _seconds(work: Callable[..., object], *arguments: object) -> float:
+    began = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - began
+
+
+def fitted(found: Sequence[tuple[int, float]]) -> Linear:
+    """The line through the medians of every size, never below zero."""
+    sizes = sorted({size for size, _ in found})
+    medians = [statistics.median(seconds for s, seconds in found if s == size) for size in sizes]
+    each, base = np.polyfit(sizes, medians, 1)
+    return Linear(max(float(base), 0.0), max(float(each), 0.0))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that the cost model is told."""
+
+    stage: Linear  # of the stage with most blocks
+    stage_bytes: float  # of a position, from that stage: every stage has a line of its own
+    entry: Linear
+    layers: Linear | None  # of a stage of the reference
+    hosts: int  # of the ring
+    width: int
+    draft: float
+    overhead: float
+    acceptance: float
+
+    def told(self) -> Result:
+        """For the result."""
+        return {name: value if value is None or isinstance(value, float | int) else asdict(value) for name, value in vars(self).items()}
+
+    def predicted(self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float) -> float | None:
+        """Bytes per second of an answer; `sweeps` is how many mode sweep really makes before nothing changes any more."""
+        line = Line(rtt_ms / 1000, mbit * 1e6, self.overhead)
+        if way.topology == "fan":
+            return output / self._fan(way.mode, line, prompt, output, sweeps)
+        if self.layers is None:
+            return None
+        one, first = (self._reference(way.topology, line, positions) for positions in (1, prompt))
+        return output / (line.rtt + first + (output - 1) * one)  # a session that is confirmed costs a round trip
+
+    def _fan(self, mode: str, line: Line, prompt: int, output: int, sweeps: float) -> float:
+        def swept(positions: int) -> float:
+            return fan_sweep(positions, line, self.stage_bytes, self.stage, self.entry)
+
+        if mode == "autoregressive":
+            return swept(prompt) + (output - 1) * swept(1)
+        if mode == "sweep":
+            return output * swept_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
+        return output * min(exact_seconds(self.acceptance, n, self.draft, swept(n + 1)) for n in range(MOST_DRAFTED + 1))
+
+    def _reference(self, topology: str, line: Line, positions: int) -> float:
+        """One traversal. A star comes back to the entry between two hosts; the first host is the entry's own in both."""
+        if self.layers is None:
+            return 0.0
+        state = self.width * FLOAT
+        if topology == "ring":
+            return ring_sweep(positions, line, self.hosts, state, self.layers)
+        there = line.transfer(positions * state)
+        return (self.hosts - 1) * (line.rtt + line.overhead + 2 * there) + self.hosts * self.layers(positions)

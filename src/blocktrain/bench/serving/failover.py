@@ -1,0 +1,271 @@
+"""Hosts that die in the middle of an answer: how soon that is noticed, when the next byte comes, and whether the text is the same.
+
+Every remote block is on two stages. One that the answer is being read from is killed with signal 9, or its line becomes a black hole;
+it is back before its twin is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from blocktrain.bench.machine import header
+from blocktrain.bench.network.shaper import Link, Shaped
+from blocktrain.bench.serving.answers import Prompt, Result, Way, quantile, take_prompts, write
+from blocktrain.bench.serving.stages import StageProcess, links, names, split, stages
+from blocktrain.config import Config
+from blocktrain.errors import ConfigError, RunError
+from blocktrain.learning.data import Source
+from blocktrain.learning.train import one_thread
+from blocktrain.runs.folder import read_manifest, write_json
+from blocktrain.serving.entry.entry import Entry, Mode
+from blocktrain.serving.entry.readers import AnswerFailed
+from blocktrain.serving.line.lines import StageLine
+from blocktrain.terminal import JobBars, console
+
+REPLICAS = 2
+MODES: tuple[Mode, ...] = ("exact", "autoregressive")  # in turn
+BACK_SECONDS = 120.0
+DEADLINE = 3.0  # seconds of an answer that must not be degraded and has nobody left to ask
+LOOK_SECONDS = 0.005
+Harm = Literal["kill", "blackhole"]
+KILL: Harm = "kill"
+BLACKHOLE: Harm = "blackhole"
+
+
+@dataclass(frozen=True)
+class FailoverOptions:
+    """What `bench failover` was asked for."""
+
+    folder: Path
+    run: Path
+    source: Source
+    kills: int = 50
+    blackholes: int = 10
+    link: Link = field(default_factory=lambda: Link(20.0, mbit=100.0))
+    output: int = 256
+    seed: int = 0
+
+
+@dataclass
+class Host:
+    """A stage, its line, and the entry's end of it."""
+
+    process: StageProcess
+    shaped: Shaped
+    line: StageLine
+    lost: float = 0.0  # when the entry last noticed that it was gone
+    _back: asyncio.Task[None] | None = None
+
+    async def harm(self, how: Harm) -> float:
+        """Do it; gives the moment."""
+        began = time.perf_counter()
+        if how == "kill":
+            self.process.kill()
+        else:
+            await asyncio.to_thread(self.shaped.block)
+        return began
+
+    def heal(self, how: Harm) -> None:
+        """Bring it back, beside what else is done."""
+        self._back = asyncio.create_task(asyncio.to_thread(self.process.restart if how == "kill" else self.shaped.open))
+
+    async def back(self) -> None:
+        """Until the entry can use it again."""
+        if self._back is not None:
+            await self._back
+            self._back = None
+        deadline = time.monotonic() + BACK_SECONDS
+        while not self.line.alive:
+            if time.monotonic() > deadline:
+                raise RunError(f"the stage {self.line.name} did not come back; the machine may be overloaded")
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An answer that was disturbed."""
+
+    harm: Harm
+    mode: Mode
+    identical: bool
+    detect_ms: float
+    next_byte_ms: float
+    failovers: int
+
+
+def failover(options: FailoverOptions, command: str) -> Result:
+    """All disturbed answers, in figures; leaves failover.json in the folder."""
+    config = read_manifest(options.run).config
+    if config.compose == "euler" or config.independent < 2:
+        raise ConfigError("a ring does not survive the loss of a stage: give bench failover a run composed by fuse or pool")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    groups = split(range(2, config.independent + 1), 2)
+    with one_thread(), ExitStack() as stack, JobBars("failover", 3) as bars:
+        processes = stack.enter_context(stages(options.run, groups * REPLICAS))
+        lines = stack.enter_context(links(processes, options.link))
+        cases, bereft = asyncio.run(_measure(options, config, processes, lines, bars.told))
+    result = {
+        **header(command, options.seed),
+        "data": options.source.open().name,
+        "rtt_ms": options.link.rtt_ms,
+        "mbit": options.link.mbit,
+        "replicas": REPLICAS,
+        "stages": len(processes),
+        "blocks_of_stages": [list(process.blocks) for process in processes],
+        "output_bytes": options.output,
+        **summary(cases),
+        "no_replica": bereft,
+        "rows": [vars(case) for case in cases],
+    }
+    write_json(options.folder / "failover.json", result)
+    console.print(f"wrote {options.folder / 'failover.json'}")
+    return result
+
+
+def summary(cases: Sequence[Case]) -> Result:
+    """Kills and black holes apart."""
+    found: Result = {}
+    for harm, plural, prefix in (("kill", "kills", ""), ("blackhole", "blackholes", "blackhole_")):
+        mine = [case for case in cases if case.harm == harm]
+        found |= {plural: len(mine), f"{prefix}identical": sum(case.identical for case in mine)}
+        for name in ("detect_ms", "next_byte_ms") if mine else ():
+            values = [getattr(case, name) for case in mine]
+            found |= {f"{prefix}{name}_p50": quantile(values, 0.5), f"{prefix}{name}_p99": quantile(values, 0.99)}
+    return found
+
+
+async def _measure(
+    options: FailoverOptions,
+    config: Config,
+    processes: Sequence[StageProcess],
+    lines: Sequence[Shaped],
+    told: Callable[[str, Result], None],
+) -> tuple[list[Case], Result]:
+    entry = Entry(options.run, names(lines))
+    draws = random.Random(options.seed)
+    cases: list[Case] = []
+    try:
+        await entry.start(30.0)
+        hosts = [Host(*each) for each in zip(processes, lines, entry.route.lines, strict=True)]
+        for host in hosts:
+            _notice(host)
+        harms: list[Harm] = [KILL] * options.kills + [BLACKHOLE] * options.blackholes
+        valid = options.source.open().valid
+        prompts = take_prompts(valid, len(harms) + 1, min(32, config.context // 4), options.output, options.seed)
+        for harm, prompt in zip(harms, prompts, strict=False):
+            cases.append(await _case(entry, hosts, harm, MODES[len(cases) % len(MODES)], prompt, draws))
+            done = sum(case.harm == harm for case in cases)
+            told(f"{harm}s", {"share": done / harms.count(harm)})
+        bereft = await _without_replica(entry, hosts, prompts[-1])
+        told("no replica", {"share": 1.0})
+    finally:
+        await entry.aclose()
+    return cases, bereft
+
+
+def _notice(host: Host) -> None:
+    """Keep the moment at which its line is given up."""
+    before = host.line.on_change
+
+    def changed(line: StageLine) -> None:
+        if not line.alive:
+            host.lost = time.perf_counter()
+        if before is not None:
+            before(line)
+
+    host.line.on_change = changed
+
+
+async def _case(entry: Entry, hosts: Sequence[Host], harm: Harm, mode: Mode, prompt: Prompt, draws: random.Random) -> Case:
+    """An answer that goes on after a stage it was read from is gone; one that was over too soon is asked for again."""
+    expected = (await write(entry, Way("", "fan", "exact").request(prompt, len(prompt.real)))).text
+    while True:
+        for host in hosts:
+            await host.back()
+        blow = Blow(hosts, harm, draws)
+        text, failovers = b"", 0
+        async for piece in entry.generate(Way("", "fan", mode).request(prompt, len(expected))):
+            text, failovers = text + piece.text, piece.stats.failovers
+            blow.told(len(text), len(expected))
+        met = await blow.over()
+        if met is None:
+            continue
+        met.heal(harm)
+        if blow.next_byte and met.lost > blow.began:
+            detect, following = (1000 * (moment - blow.began) for moment in (met.lost, blow.next_byte))
+            return Case(harm, mode, text == expected, detect, following, failovers)
+
+
+class Blow:
+    """What happens to an answer: at some moment one of the stages that it is read from is harmed."""
+
+    def __init__(self, hosts: Sequence[Host], harm: Harm, draws: random.Random) -> None:
+        self.began = self.next_byte = 0.0
+        self._hosts, self._harm = hosts, harm
+        self._sent = [host.line.bytes_out for host in hosts]
+        self._blocks = draws.choice(sorted({host.process.blocks for host in hosts}))
+        self._share = draws.uniform(0.05, 0.5)  # of the text that is there before
+        self._pause = draws.uniform(0, 1.5e-3) * max(host.line.rtt_ms for host in hosts)
+        self._struck: asyncio.Task[Host] | None = None
+
+    def told(self, there: int, whole: int) -> None:
+        """So much of the text is there."""
+        if self.began and not self.next_byte:
+            self.next_byte = time.perf_counter()
+        if self._struck is None and there >= self._share * whole:
+            self._struck = asyncio.create_task(self._strike())
+
+    async def _strike(self) -> Host:
+        await asyncio.sleep(self._pause)
+        holders = [n for n, host in enumerate(self._hosts) if host.process.blocks == self._blocks]
+        host = self._hosts[max(holders, key=lambda n: self._hosts[n].line.bytes_out - self._sent[n])]  # the one that is asked
+        self.began = await host.harm(self._harm)
+        return host
+
+    async def over(self) -> Host | None:
+        """Whom it met; None if the text was there before."""
+        if self._struck is None:
+            return None
+        if not self.began:
+            self._struck.cancel()
+        with suppress(asyncio.CancelledError):
+            return await self._struck
+        return None
+
+
+async def _without_replica(entry: Entry, hosts: Sequence[Host], prompt: Prompt) -> Result:
+    """All holders of a block are gone: the answer goes on and says so, or fails in time if it must not; then they are back."""
+    for host in hosts:
+        await host.back()
+    request = Way("", "fan", "exact").request(prompt, len(prompt.real))
+    expected = (await write(entry, request)).text
+    gone = [host for host in hosts if host.process.blocks == hosts[0].process.blocks]
+    for host in gone:
+        await host.harm("kill")
+    degraded = await write(entry, replace(request, allow_degraded=True))
+    began, refusal = time.perf_counter(), ""
+    try:
+        await write(entry, replace(request, deadline=DEADLINE))
+    except AnswerFailed as error:
+        refusal = str(error)
+    seconds = time.perf_counter() - began
+    for host in gone:
+        host.heal("kill")
+    for host in gone:
+        await host.back()
+    again = await write(entry, request)
+    return {
+        "degraded": list(degraded.stats.degraded),
+        "bytes": len(degraded.text),
+        "refused": refusal,
+        "refused_after_s": seconds,
+        "deadline_s": DEADLINE,
+        "used_again": again.text == expected and not again.stats.degraded,
+    }

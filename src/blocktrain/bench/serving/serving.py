@@ -1,0 +1,373 @@
+"""The figures behind every serving claim: text per second over lines of any length, in every mode, and how good and how exact it is.
+
+The entry is this process; the blocks are in real `blocktrain stage` processes, each behind a shaped line of its own. All modes and
+models go over the same frames, warm connections and caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from blocktrain.bench.network.shaper import Link, Shaped
+from blocktrain.bench.serving.answers import (
+    Measured,
+    Prompt,
+    Result,
+    Star,
+    Way,
+    Writer,
+    measured,
+    quantile,
+    take_prompts,
+    users_at_once,
+    write,
+)
+from blocktrain.bench.serving.costs import Costs, draft_cost, entry_cost, hop_overhead, layers_cost, stage_cost, timed_line
+from blocktrain.bench.serving.exactness import Agreement, compare, fan_home
+from blocktrain.bench.serving.stages import StageProcess, carried, links, names, split, stages
+from blocktrain.config import Config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.compose import Sampler
+from blocktrain.learning.data import Source
+from blocktrain.learning.evaluate import text_bits
+from blocktrain.learning.train import REFERENCE, one_thread
+from blocktrain.runs.folder import Manifest, file_sha256, load_block, read_manifest
+from blocktrain.serving.entry.drafting import Drafter, Lean
+from blocktrain.serving.entry.entry import Entry, Request
+from blocktrain.serving.entry.fan import Home
+from blocktrain.serving.line.lines import Access
+
+SWEEPS = (1, 2, 4, 8)
+PROMPT, OUTPUT = 32, 96  # bytes, where the context has room for them
+FAST_MS = 5.0  # round trips up to which all prompts are written byte by byte too
+CPU = torch.device("cpu")
+Told = Callable[[str, Result], None]
+PARTS = 3  # that are told of, beside one for every line: texts, positions, first bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of everything."""
+
+    prompts: int = 8
+    slow_prompts: int = 3  # of rows that make a traversal for every byte
+    users: int = 8
+    judged: int = 32  # texts of which the quality is the mean
+    texts: int = 40  # that are compared position by position ...
+    text: int = 512  # ... with so many bytes each
+    hops: int = 500
+    first_bytes: int = 9
+
+
+SIZES = {"standard": Sizes(), "tiny": Sizes(2, 1, 4, 2, 2, 40, 40, 2)}
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What `bench serving` was asked for."""
+
+    folder: Path
+    scale: str
+    source: Source
+    hosts: int = 3
+    rtt_ms: tuple[float, ...] = (1.0, 20.0, 80.0, 150.0)
+    mbit: float = 100.0
+    seed: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers of the scale."""
+        return SIZES[self.scale]
+
+    def link(self, rtt_ms: float) -> Link:
+        """A line of this length."""
+        return Link(rtt_ms, mbit=self.mbit, seed=self.seed)
+
+
+@dataclass
+class Subject:
+    """The run that is served, and what it is asked."""
+
+    options: ServingOptions
+    run: Path
+    manifest: Manifest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest = read_manifest(self.run)
+        if self.config.compose == "euler" or self.config.independent < 2:
+            raise ConfigError("bench serving asks a fan: give it a run composed by fuse or pool with two blocks or more beside the fusion")
+        if self.options.hosts < 2:
+            raise ConfigError("bench serving needs an entry and a stage: give it --hosts 2 or more")
+
+    @property
+    def config(self) -> Config:
+        """Of the run."""
+        return self.manifest.config
+
+    @cached_property
+    def reference(self) -> bool:
+        """Whether there is an end-to-end model to compare with."""
+        return self.manifest.run.weights(REFERENCE).is_file()
+
+    @property
+    def fan_groups(self) -> list[tuple[int, ...]]:
+        """Blocks of the stages: all but the entry's own."""
+        return split(range(2, self.config.independent + 1), self.options.hosts - 1)
+
+    @property
+    def ring_groups(self) -> list[tuple[int, ...]]:
+        """Layers of the end-to-end model: over all hosts, the entry's too."""
+        return split(range(1, self.config.blocks + 1), self.options.hosts) if self.reference else []
+
+    @cached_property
+    def prompt(self) -> int:
+        """Bytes of a prompt."""
+        return min(PROMPT, self.config.context // 4)
+
+    @cached_property
+    def output(self) -> int:
+        """Bytes of an answer."""
+        return min(OUTPUT, self.config.context - self.prompt)
+
+    @cached_property
+    def judged(self) -> list[Prompt]:
+        """Prompts that the quality is judged on; the timed ones are among them."""
+        count = max(self.options.sizes.judged, self.options.sizes.prompts, self.options.sizes.users)
+        return take_prompts(self.options.source.open().valid, count, self.prompt, self.output, self.options.seed)
+
+    def numbers(self, way: Way, rtt_ms: float) -> range:
+        """Which prompts a row is measured with."""
+        sizes = self.options.sizes
+        slow = way.mode == "autoregressive" and rtt_ms > FAST_MS
+        return range(0, len(self.judged), max(len(self.judged) // sizes.prompts, 1))[: sizes.slow_prompts if slow else sizes.prompts]
+
+    @property
+    def fan_ways(self) -> list[Way]:
+        """How the run is written with."""
+        model = self.config.compose
+        sweeps = [Way(model, "fan", "sweep", k) for k in SWEEPS]
+        return [Way(model, "fan", "autoregressive"), *sweeps, Way(model, "fan", "exact")]
+
+    @property
+    def reference_ways(self) -> list[Way]:
+        """How the end-to-end model is written with, if there is one."""
+        return [Way("reference", "ring", "autoregressive"), Way("reference", "star", "autoregressive")] if self.reference else []
+
+
+@dataclass
+class Near:
+    """What is measured without lines: it holds on all of them."""
+
+    texts: dict[Way, list[bytes]]
+    bits: dict[str, float]  # per byte under the end-to-end model, by name
+    costs: Costs
+    overheads: list[float]
+    agreement: Agreement
+
+
+@dataclass
+class Far:
+    """What is measured on one line."""
+
+    rows: list[Result]
+    users: list[Result]
+    histogram: dict[str, int]
+
+
+def measure_serving(subject: Subject, told: Told) -> Result:
+    """All rows, and what does not fit into rows."""
+    options = subject.options
+    with one_thread(), ExitStack() as stack:
+        fan = stack.enter_context(stages(subject.run, subject.fan_groups))
+        ring = stack.enter_context(stages(subject.run, subject.ring_groups, reference=True)) if subject.reference else []
+        near = asyncio.run(_near(subject, fan, ring, told))
+        far: list[Far] = []
+        for rtt_ms in options.rtt_ms:
+            link = options.link(rtt_ms)
+            with links(fan, link) as fan_lines, links(ring[1:], link) as ring_lines:
+                place = Place(subject, near, fan_lines, ring[:1], ring_lines, link)
+                far.append(asyncio.run(_far(place, partial(_share, told, f"{rtt_ms:g} ms"))))
+    rows = [row for found in far for row in found.rows]
+    agreement = near.agreement
+    return {
+        "rows": rows,
+        "gains": [gain(found.rows) for found in far],
+        "users": [row for found in far for row in found.users],
+        "acceptance": agreement.acceptance,
+        "accepted_per_sweep": {f"{rtt:g}": found.histogram for rtt, found in zip(options.rtt_ms, far, strict=True)},
+        "divergences": agreement.divergences,
+        "positions": agreement.positions,
+        "near_ties": agreement.near_ties,
+        "hop_overhead_ms_p50": 1000 * quantile(near.overheads, 0.5),
+        "hop_overhead_ms_p99": 1000 * quantile(near.overheads, 0.99),
+        "quality": near.bits,
+        "judged_texts": len(subject.judged),
+        "texts_changed": sum(row["texts_changed"] for row in rows),
+        "costs": near.costs.told(),
+    }
+
+
+def _share(told: Told, name: str, share: float) -> None:
+    told(name, {"share": share})
+
+
+def gain(rows: Sequence[Result]) -> Result:
+    """What the modes gain over the best autoregressive row of the same line, whatever its model."""
+    best = max((row for row in rows if row["mode"] == "autoregressive"), key=lambda row: row["bytes_per_s"])
+    exact = next(row for row in rows if row["mode"] == "exact")
+    swept = {f"sweep_{row['sweeps']}": row["bytes_per_s"] / best["bytes_per_s"] for row in rows if row["mode"] == "sweep"}
+    return {
+        "rtt_ms": best["rtt_ms"],
+        "best_autoregressive": f"{best['model']}, {best['topology']}",
+        "best_autoregressive_bytes_per_s": best["bytes_per_s"],
+        **swept,
+        "exact": exact["bytes_per_s"] / best["bytes_per_s"],
+        "exact_bytes_per_sweep": exact["bytes_per_sweep"],
+    }
+
+
+# -- without lines
+
+
+async def _near(subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], told: Told) -> Near:
+    options = subject.options
+    route = [stage.address for stage in fan]
+    entry = Entry(subject.run, route)
+    try:
+        await entry.start(30.0)
+        async with fan_home(subject.run, route) as home:
+            texts = await _texts(subject, entry, partial(_share, told, "texts"))
+            prompts = take_prompts(options.source.open().valid, options.sizes.texts, subject.prompt, 0, options.seed + 1000)
+            agreement = await compare(entry, home, prompts, options.sizes.text, partial(_share, told, "positions"))
+            overheads, costs = await _costs(subject, home, fan, ring, agreement.acceptance)
+            bits = _judged(subject, texts, home) if subject.reference else {}
+    finally:
+        await entry.aclose()
+    return Near(texts, bits, costs, overheads, agreement)
+
+
+async def _texts(subject: Subject, entry: Entry, progress: Callable[[float], None]) -> dict[Way, list[bytes]]:
+    """What each way writes; on any line it must write the same."""
+    texts: dict[Way, list[bytes]] = {}
+    ways = subject.fan_ways
+    for done, way in enumerate(ways, 1):
+        texts[way] = [(await write(entry, way.request(prompt, subject.output))).text for prompt in subject.judged]
+        progress(done / (len(ways) + subject.reference))
+    if subject.reference:
+        alone = Entry(subject.run, reference=True)
+        try:
+            await alone.start()
+            way = subject.reference_ways[0]
+            found = [(await write(alone, way.request(prompt, subject.output))).text for prompt in subject.judged]
+        finally:
+            await alone.aclose()
+        texts |= dict.fromkeys(subject.reference_ways, found)
+        progress(1.0)
+    return texts
+
+
+def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict[str, float]:
+    """Bits per byte under the end-to-end model, of real text and of all that was written."""
+    reference = load_block(subject.manifest.run, subject.config, REFERENCE, CPU).requires_grad_(False).eval()
+    with torch.inference_mode():
+        lean = Lean(subject.config, home.local)
+        drafted = [Drafter(lean, Sampler(prompt.seed)).draft(prompt.text, 0, subject.output) for prompt in subject.judged]
+    every = {"real": [prompt.real for prompt in subject.judged], "first block alone": drafted}
+    every |= {way.name: found for way, found in texts.items()}
+    return {
+        name: sum(text_bits(reference, prompt.text, text) for prompt, text in zip(subject.judged, found, strict=True)) / len(found)
+        for name, found in every.items()
+    }
+
+
+async def _costs(
+    subject: Subject, home: Home, fan: Sequence[StageProcess], ring: Sequence[StageProcess], acceptance: float
+) -> tuple[list[float], Costs]:
+    """Software time of hops, and the parts of the cost model."""
+    config, manifest = subject.config, subject.manifest
+    access = Access(config.fingerprint, b"", manifest.model_hash)
+    async with timed_line(fan[0].address, access) as line:  # the stage with most blocks
+        overheads = await hop_overhead(line, config.context, subject.options.sizes.hops)
+        stage = await stage_cost(line, config.context)
+    layers = None
+    if ring:
+        weights = file_sha256(manifest.run.weights(REFERENCE))
+        async with timed_line(ring[0].address, replace(access, model=weights)) as line:
+            layers = await layers_cost(line, config.context, config.width)
+    wide = 4.0 * config.width * len(fan[0].blocks)
+    entry, draft = entry_cost(home, config.context), draft_cost(config, home)
+    return overheads, Costs(stage, wide, entry, layers, len(ring), config.width, draft, quantile(overheads, 0.5), acceptance)
+
+
+# -- on a line
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line's length, and what is reached over it."""
+
+    subject: Subject
+    near: Near
+    fan_lines: Sequence[Shaped]
+    own: Sequence[StageProcess]  # of the ring: on the entry's host
+    ring_lines: Sequence[Shaped]
+    link: Link
+
+
+async def _far(place: Place, progress: Callable[[float], None]) -> Far:
+    subject, rtt_ms = place.subject, place.link.rtt_ms
+    ways = [*subject.fan_ways, *subject.reference_ways]
+    found: list[Measured] = []
+    progress(0.0)
+
+    def requests(way: Way) -> list[Request]:
+        return [way.request(subject.judged[n], subject.output) for n in subject.numbers(way, rtt_ms)]
+
+    entry = Entry(subject.run, names(place.fan_lines))
+    try:
+        await entry.start(30.0)
+        warm = subject.fan_ways[-1].request(replace(subject.judged[-1], seed=2**31), subject.output)
+        await write(entry, warm)
+        for way in subject.fan_ways:
+            found.append(await measured(way, requests(way), partial(write, entry), partial(carried, place.fan_lines)))
+            progress(len(found) / (len(ways) + 1))
+        crowd = subject.judged[: subject.options.sizes.users]
+        users = [await users_at_once(entry, way, crowd, subject.output) for way in (subject.fan_ways[0], subject.fan_ways[-1])]
+    finally:
+        await entry.aclose()
+    if subject.reference:
+        ring = Entry(subject.run, [*(stage.address for stage in place.own), *names(place.ring_lines)], reference=True)
+        try:
+            await ring.start(30.0)
+            star = Star(sorted(ring.route.lines, key=lambda line: line.blocks), subject.config.context)
+            writers: tuple[Writer, ...] = (partial(write, ring), star.write)
+            for way, one in zip(subject.reference_ways, writers, strict=True):
+                await one(replace(requests(way)[0], max_tokens=2))  # stages connect to each other
+                found.append(await measured(way, requests(way), one, partial(carried, place.ring_lines)))
+                progress(len(found) / (len(ways) + 1))
+        finally:
+            await ring.aclose()
+    progress(1.0)
+    return Far([_row(place, each) for each in found], [{"rtt_ms": rtt_ms, **each} for each in users], _exact(found).histogram())
+
+
+def _exact(found: Sequence[Measured]) -> Measured:
+    return next(each for each in found if each.way.mode == "exact")
+
+
+def _row(place: Place, found: Measured) -> Result:
+    """With what the cost model says, the quality, and how many texts are not those that were written without a line."""
+    subject, near, way = place.subject, place.near, found.way
+    row = found.row(place.link.rtt_ms)
+    row["predicted"] = near.costs.predicted(way, place.link.rtt_ms, place.link.mbit, subject.prompt, subject.output, row["traversals"])
+    row["quality"] = near.bits.get(way.name)
+    known = [near.texts[way][n] for n in subject.numbers(way, place.link.rtt_ms)]
+    row["texts_changed"] = sum(a.text != b for a, b in zip(found.answers, known, strict=True))
+    return row

@@ -1,0 +1,255 @@
+"""The figures behind every transport claim: the same bytes when replayed, more workers, distant hosts, smaller updates, outer steps.
+
+Every part is made of trials: real runs over HTTP. A trial that is done is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from matplotlib.figure import Figure
+
+from blocktrain.audit.audit import audit
+from blocktrain.audit.evidence import Folder
+from blocktrain.bench.network.shaper import Link
+from blocktrain.bench.transport.trial import Place, Result, Told, Trial, goodput, run_trial, utilisation
+from blocktrain.config import Config, make_config
+from blocktrain.coordinator.policy import Policy
+from blocktrain.learning.data import Source
+from blocktrain.protocol.codec import Method
+
+Part = Literal["replay", "workers", "hosts", "ladder", "outer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+RUNGS: tuple[Method, ...] = get_args(Method)
+BOUND = 0.005  # nats per byte that a rung of the ladder may cost, on average over the seeds
+SLOW = 5.0  # times slower than the others: every fifth worker of the hosts part
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large every part is."""
+
+    model: dict[str, Any]
+    valid_bytes: int | None
+    replay_steps: int
+    worker_steps: int
+    task_steps: int
+    host_steps: int
+    host_task_seconds: float
+    ladder_steps: int
+    ladder_seeds: int
+    outer_steps: int
+    outer_tasks: tuple[int, int]
+
+
+_STANDARD = {"width": 128, "layers_per_block": 2, "context": 128, "batch": 16}
+_TINY = {"width": 32, "heads": 2, "layers_per_block": 1, "context": 32, "batch": 8, "z_width": 32}
+SCALES = {
+    "standard": Scale(_STANDARD, 1 << 17, 200, 400, 50, 800, 60.0, 400, 3, 200, (10, 50)),
+    "tiny": Scale(_TINY, 8192, 30, 40, 10, 60, 1.0, 40, 1, 40, (5, 20)),
+}
+
+PAPER: dict[str, Result] = {
+    "replay": {"says": "nothing: no replay of a distributed run is reported"},
+    "workers": {"valid_ce": {"one_per_block": 1.359, "six_workers": 1.385}, "six_worker_cost": 0.026},
+    "hosts": {"start_ce": 5.580, "end_ce": 1.811, "gb": 15.22, "same_node_http": {"end_ce": 1.576, "gb": 10.23}},
+    "ladder": {"says": "full-precision checkpoints and updates"},
+    "outer": {"says": "plain averaging of same-block replicas"},
+    "differs": {
+        "says": "byte-level WikiText too, but a larger model, longer training and three public hosts; here a small model on one machine, "
+        "WikiText-2, hosts behind shaped links, int4 updates: compare the differences and the bytes per step, not the levels"
+    },
+}
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """What `bench transport` was asked for."""
+
+    folder: Path
+    scale: str
+    source: Source
+    parts: tuple[Part, ...]
+    seeds: tuple[int, ...]
+    host_count: int
+    link: Link
+
+    @property
+    def sizes(self) -> Scale:
+        """The numbers of the scale."""
+        return SCALES[self.scale]
+
+    def config(self, seed: int, **settings: Any) -> Config:
+        """A model of the scale."""
+        return make_config({**self.sizes.model, **settings, "seed": seed})
+
+    def trial(self, name: str, config: Config, policy: Policy, places: Sequence[Place]) -> Trial:
+        """A run of this bench."""
+        return Trial(self.folder / name, config, policy, self.source, tuple(places), self.sizes.valid_bytes)
+
+
+def measure(options: TransportOptions, told: Told) -> Result:
+    """The parts that were asked for, each under its own keys."""
+    found: Result = {}
+    for part in options.parts:
+        found |= _MEASURES[part](options, told)
+    return found
+
+
+def measure_replay(options: TransportOptions, told: Told) -> Result:
+    """A run over HTTP, then its ledger trained and merged again in this process on one thread: the same hashes, or not."""
+    config = options.config(options.seeds[0], blocks=4, steps=options.sizes.replay_steps)
+    trial = options.trial("replay", config, Policy(task_seconds=options.sizes.host_task_seconds / 3), [Place()] * 3)
+
+    def replayed(done: Trial) -> Result:
+        found = audit(
+            Folder(done.folder / "coordinator"), retrain=True, progress=lambda _, n, of: told("replay", {"share": n / max(of, 1)})
+        )
+        return {
+            "equal": found.ok and found.retrained == found.updates,
+            "retrained": found.retrained,
+            "findings": [finding.sentence for finding in found.findings],
+        }
+
+    result = run_trial(trial, told, replayed)
+    kept = {key: result[key] for key in ("updates", "versions", "retrained", "late", "bytes_in", "bytes_out", "seconds", "findings")}
+    return {"equal_hashes": result["equal"], "replay": {**kept, "valid_ce": result["ce"]["composed"]}}
+
+
+def measure_workers(options: TransportOptions, told: Told) -> Result:
+    """Six workers on three blocks against three, at equal steps per worker and at equal text in all."""
+    sizes = options.sizes
+    rows = []
+    for name, count, steps in (
+        ("one_per_block", 3, sizes.worker_steps),
+        ("six_workers", 6, sizes.worker_steps),
+        ("six_workers_equal_text", 6, sizes.worker_steps // 2),
+    ):
+        config = options.config(options.seeds[0], blocks=3, compose="pool", steps=steps)
+        result = run_trial(options.trial(name, config, Policy(task_steps=sizes.task_steps), [Place()] * count), told)
+        trained = sum(w["accepted"] for w in result["workers"])
+        moved = {"gb": _gb(result), "seconds": result["seconds"]}
+        rows.append({"name": name, "workers": count, "steps": steps, "trained_steps": trained, "valid_ce": result["ce"]["pool"], **moved})
+    base = rows[0]["valid_ce"]
+    for row in rows:
+        row["cost"] = row["valid_ce"] - base
+    return {"six_worker_cost": rows[1]["cost"], "workers": rows}
+
+
+def measure_hosts(options: TransportOptions, told: Told) -> Result:
+    """Distant hosts behind slow lines, every fifth worker much slower than the rest."""
+    sizes = options.sizes
+    config = options.config(options.seeds[0], blocks=4, steps=sizes.host_steps)
+    policy = Policy(task_seconds=sizes.host_task_seconds)
+    places = [Place(n % options.host_count, SLOW if n % 5 == 4 else 1.0) for n in range(-(-max(5, options.host_count) // 5) * 5)]
+    trial = options.trial(f"hosts-{options.host_count}-{options.link.rtt_ms:g}-{options.link.mbit:g}", config, policy, places)
+    result = run_trial(replace(trial, link=options.link, from_start=True), told)
+    gb = _gb(result)
+    return {
+        "hosts": {
+            "hosts": options.host_count,
+            "kind": result["kind"],
+            "rtt_ms": options.link.rtt_ms,
+            "mbit": options.link.mbit,
+            "workers": len(result["workers"]),
+            "slow_workers": sum(place.slow > 1 for place in places),
+            "start_ce": result["start_ce"],
+            "end_ce": result["ce"]["composed"],
+            "gb": gb,
+            "wire_gb": result["wire_bytes"] / 1e9,
+            "ce_per_gb": (result["start_ce"] - result["ce"]["composed"]) / gb,
+            "utilisation": utilisation(result["workers"]),
+            "goodput": goodput(result["workers"]),
+            "updates": result["updates"],
+            "late": result["late"],
+            "seconds": result["seconds"],
+            "curve": result["curve"],
+            "per_worker": result["workers"],
+        }
+    }
+
+
+def measure_ladder(options: TransportOptions, told: Told) -> Result:
+    """Every way to send an update, one worker per block, everything else the same: what it saves and what it costs."""
+    sizes = options.sizes
+    seeds = options.seeds[: sizes.ladder_seeds]
+    found: dict[Method, list[Result]] = {rung: [] for rung in RUNGS}
+    for seed in seeds:
+        for rung in RUNGS:
+            config = options.config(seed, blocks=2, compose="pool", steps=sizes.ladder_steps)
+            policy = Policy(compression=rung, replicas=1, task_steps=sizes.task_steps, clip=None, exclusive=True)
+            found[rung].append(run_trial(options.trial(f"ladder-{rung}-{seed}", config, policy, [Place()] * 2), told))
+    rows = []
+    for name, results in found.items():
+        costs = [mine["ce"]["pool"] - plain["ce"]["pool"] for mine, plain in zip(results, found["none"], strict=True)]
+        sent = [sum(w["sent"] for w in result["workers"]) for result in results]
+        plain = [sum(w["sent"] for w in result["workers"]) for result in found["none"]]
+        mean = sum(costs) / len(costs)
+        ratio = sum(sent) / sum(plain)
+        rows.append({"name": name, "bytes_ratio": ratio, "ce_cost": mean, "bytes": sum(sent) // len(sent), "ce_costs": costs})
+    return {"ladder": rows, "ladder_seeds": list(seeds), "ladder_default": Policy().compression, "ladder_smallest": smallest(rows)}
+
+
+def smallest(rows: Sequence[Result], bound: float = BOUND) -> str:
+    """The rung with the fewest bytes among those that cost no more than the bound."""
+    return min((row for row in rows if row["ce_cost"] <= bound), key=lambda row: row["bytes_ratio"])["name"]
+
+
+def measure_outer(options: TransportOptions, told: Told) -> Result:
+    """Plain averaging against an outer Nesterov step, two replicas a block, short and long tasks."""
+    sizes = options.sizes
+    rows = []
+    for steps in sizes.outer_tasks:
+        for outer in ("average", "nesterov"):
+            config = options.config(options.seeds[0], blocks=2, compose="pool", steps=sizes.outer_steps)
+            policy = Policy(outer=outer, task_steps=steps, replicas=2)
+            result = run_trial(options.trial(f"outer-{outer}-{steps}", config, policy, [Place()] * 4), told)
+            moved = {"gb": _gb(result), "versions": result["versions"], "seconds": result["seconds"]}
+            rows.append({"outer": outer, "task_steps": steps, "valid_ce": result["ce"]["pool"], **moved})
+    return {"outer": rows}
+
+
+def _gb(result: Result) -> float:
+    return (result["bytes_in"] + result["bytes_out"]) / 1e9
+
+
+_MEASURES: dict[Part, Callable[[TransportOptions, Told], Result]] = {
+    "replay": measure_replay,
+    "workers": measure_workers,
+    "hosts": measure_hosts,
+    "ladder": measure_ladder,
+    "outer": measure_outer,
+}
+
+
+def trials(options: TransportOptions) -> int:
+    """How many bars there will be: runs, and the replay of one."""
+    counts = {"replay": 2, "workers": 3, "hosts": 1, "ladder": len(RUNGS) * options.sizes.ladder_seeds, "outer": 4}
+    return sum(counts[part] for part in options.parts)
+
+
+def plot_transport(path: Path, result: Result) -> bool:
+    """Loss over bytes of the distant hosts, and what the rungs of the ladder save and cost; False where neither was measured."""
+    drawn = [part for part in ("hosts", "ladder") if part in result]
+    if not drawn:
+        return False
+    figure = Figure(figsize=(5.5 * len(drawn), 3.6), layout="constrained")
+    for part, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+        axes.grid(alpha=0.3)
+        if part == "hosts":
+            found = result["hosts"]
+            axes.plot([moved / 1e9 for _, moved, _ in found["curve"]], [loss for *_, loss in found["curve"]], color="#0072b2")
+            axes.set(xlabel="GB moved", ylabel="training loss, mean of blocks")
+            axes.set_title(f"{found['hosts']} hosts, {found['rtt_ms']:g} ms, {found['mbit']:g} Mbit", fontsize=10)
+        else:
+            for row in result["ladder"]:
+                axes.scatter(row["bytes_ratio"], row["ce_cost"], color="#d55e00")
+                axes.annotate(row["name"], (row["bytes_ratio"], row["ce_cost"]), textcoords="offset points", xytext=(6, 4))
+            axes.axhline(BOUND, color="#999999", linestyle="--", linewidth=1)
+            axes.set(xlabel="bytes of updates, uncompressed = 1", ylabel="cost (nats per byte)", xlim=(0, 1.15))
+            axes.set_title(f"how updates are sent (seeds {', '.join(map(str, result['ladder_seeds']))})", fontsize=10)
+    figure.savefig(path, dpi=130)
+    return True

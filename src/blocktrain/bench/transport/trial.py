@@ -1,0 +1,267 @@
+"""One run over HTTP with real workers, timed: what the transport benches are made of.
+
+The coordinator answers on a socket, every worker is a process with a key, a cache and a connection of its own. A finished trial leaves
+`result.json` in its folder; an unfinished one begins again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.bench.network.brake import Brake
+from blocktrain.bench.network.hosts import Host, hosts
+from blocktrain.bench.network.namespaces import enter
+from blocktrain.bench.network.shaper import Link
+from blocktrain.config import Config
+from blocktrain.coordinator.calls import Coordinator, open_coordinator
+from blocktrain.coordinator.policy import Policy
+from blocktrain.coordinator.server import Listen, running
+from blocktrain.learning.data import Source
+from blocktrain.learning.evaluate import evaluate
+from blocktrain.processes import Channel, Job, run_jobs
+from blocktrain.runs.folder import load_model, read_json, write_json
+from blocktrain.runs.prepare import prepare
+from blocktrain.runs.pull import pull
+from blocktrain.web.client import HttpClient, LocalClient
+from blocktrain.worker.loop import Machine, Worker
+from blocktrain.worker.slots import own_identity
+
+Result = dict[str, Any]
+Told = Callable[[str, dict[str, Any]], None]
+SAMPLE_SECONDS = 2.0  # between two points of the curve of loss over bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker of a trial is."""
+
+    host: int | None = None  # number of the distant host; None: beside the coordinator
+    slow: float = 1.0  # so many times slower than the others
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run, and by how many."""
+
+    folder: Path
+    config: Config
+    policy: Policy
+    source: Source
+    places: tuple[Place, ...]
+    valid_bytes: int | None = None
+    link: Link | None = None  # of every distant host
+    from_start: bool = False  # also evaluate version 0
+
+    @property
+    def settings(self) -> Result:
+        """What the result belongs to."""
+        return {
+            "fingerprint": self.config.fingerprint,
+            "policy": self.policy.model_dump(),
+            "data": self.source.spec,
+            "workers": [asdict(place) for place in self.places],
+            "link": asdict(self.link) if self.link else None,
+            "valid_bytes": self.valid_bytes,
+        }
+
+
+def run_trial(trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}) -> Result:
+    """Train the run of a trial to its end and measure it; `after` may look at the coordinator's folder and add to the result."""
+    kept = trial.folder / "result.json"
+    if kept.exists() and (found := read_json(kept)).get("settings") == trial.settings:
+        return found
+    shutil.rmtree(trial.folder, ignore_errors=True)
+    trial.folder.mkdir(parents=True)
+    coordinator = open_coordinator(trial.folder / "coordinator")
+    try:
+        prepare(trial.config, trial.source, trial.folder / "prepared")
+        coordinator.begin(trial.config, trial.policy, trial.source.spec, trial.folder / "prepared")
+        start = _composed(trial, coordinator, "start") if trial.from_start else None
+        measured = _train(trial, coordinator, told)
+        ce = _composed(trial, coordinator, "end")
+    finally:
+        coordinator.close()
+    result = {"settings": trial.settings, "start_ce": start["composed"] if start else None, "ce": ce, **measured, **after(trial)}
+    write_json(kept, result)
+    for name in ("coordinator", "prepared", "caches", "start", "end"):
+        shutil.rmtree(trial.folder / name, ignore_errors=True)
+    return result
+
+
+def _composed(trial: Trial, coordinator: Coordinator, name: str) -> dict[str, float]:
+    """Cross entropies of the run as anybody would fetch it now."""
+    folder = trial.folder / name
+    pull(LocalClient(coordinator), folder)
+    model = load_model(folder, torch.device("cpu"))
+    return evaluate(model, trial.source.open().valid[: trial.valid_bytes])
+
+
+def _train(trial: Trial, coordinator: Coordinator, told: Told) -> Result:
+    sheets: dict[str, Result] = {}
+    brake = Brake()
+    curve = _Curve(coordinator, trial, told)
+
+    def on_message(name: str, message: dict[str, Any]) -> None:
+        if "pid" in message:
+            brake.add(message["pid"], trial.places[int(name.removeprefix("worker-")) - 1].slow)
+        else:
+            sheets[name] = message
+
+    began = time.monotonic()
+    with running(coordinator, Listen()) as url, _network(trial, url) as network, brake, curve:
+        seats = [_seat(trial, n, url, network) for n in range(len(trial.places))]
+        run_jobs([Job(seat.name, work, (seat,)) for seat in seats], len(seats), on_message)
+        seconds = time.monotonic() - began
+        passed = [host.shaped.counters() for host in network]
+    status = coordinator.status()
+    return {
+        "seconds": round(seconds, 1),
+        "bytes_in": status.bytes_in,
+        "bytes_out": status.bytes_out,
+        "versions": status.rounds,
+        "updates": sum(block.accepted for block in status.blocks),
+        "late": sum(block.late for block in status.blocks),
+        "refusals": dict(status.refusals),
+        "workers": [sheets[seat.name] for seat in seats],
+        "curve": curve.points,
+        "kind": network[0].kind if network else None,
+        "wire_bytes": sum(link.up + link.down for link in passed),
+    }
+
+
+@contextmanager
+def _network(trial: Trial, url: str) -> Iterator[list[Host]]:
+    """The distant hosts of a trial, if it has any."""
+    count = len({place.host for place in trial.places} - {None})
+    if not count:
+        yield []
+        return
+    with hosts(count, trial.link or Link(), int(url.rpartition(":")[2])) as found:
+        yield found
+
+
+def _seat(trial: Trial, index: int, url: str, network: Sequence[Host]) -> Seat:
+    place, name = trial.places[index], f"worker-{index + 1}"
+    host = None if place.host is None else network[place.host]
+    namespace = host.name if host and host.kind == "namespaces" else ""
+    return Seat(host.url if host else url, trial.folder / "caches" / name, name, namespace)
+
+
+class _Curve:
+    """Where the run is, looked at from time to time: seconds, bytes moved, mean loss of the blocks."""
+
+    def __init__(self, coordinator: Coordinator, trial: Trial, told: Told) -> None:
+        self.points: list[tuple[float, int, float]] = []
+        self._coordinator, self._told, self._name = coordinator, told, trial.folder.name
+        self._steps = trial.config.steps * trial.config.blocks
+        self._ended = threading.Event()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._look, name="curve", daemon=True)
+
+    def __enter__(self) -> _Curve:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            status = self._coordinator.status()
+            losses = [block.loss for block in status.blocks if block.loss is not None]
+            share = min(1.0, sum(block.steps for block in status.blocks) / self._steps)
+            if losses:
+                loss = sum(losses) / len(losses)
+                self.points.append((round(time.monotonic() - self._began, 1), status.bytes_in + status.bytes_out, round(loss, 4)))
+                self._told(self._name, {"share": share, "loss": loss})
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a worker process is told."""
+
+    url: str
+    cache: Path
+    name: str
+    namespace: str
+
+
+def work(channel: Channel, seat: Seat) -> None:
+    """The work of one worker's process, until the run is finished."""
+    torch.set_num_threads(1)
+    if seat.namespace:
+        enter(seat.namespace)
+    channel.send(pid=os.getpid())
+    sheet = Timesheet()
+    client = HttpClient(seat.url)
+    with own_identity(seat.cache) as identity:
+        Worker(client, seat.cache, identity, Machine("cpu", 0, seat.name), sheet.told).run(lambda: channel.stopped)
+    client.close()
+    channel.send(**sheet.summary())
+
+
+@dataclass
+class Timesheet:
+    """What a worker does with its time. Told from several threads, but of training only from one."""
+
+    began: float = 0.0
+    training: float = 0.0  # seconds between the beginning of a task and its last step
+    trained: int = 0  # steps
+    accepted: int = 0  # steps
+    updates: int = 0
+    refused: int = 0
+    abandoned: int = 0
+    sent: int = 0  # bytes of updates
+    waits: dict[str, float] = field(default_factory=dict)
+    _task: float = 0.0
+    _steps: dict[int, int] = field(default_factory=dict)  # by task
+
+    def told(self, kind: str, /, **fields: Any) -> None:
+        """Something happened."""
+        now = time.monotonic()
+        if kind == "joined" and not self.began:
+            self.began = now
+        elif kind == "task":
+            self._task = now
+            self._steps[fields["task"]] = fields["steps"]
+        elif kind == "step":
+            self.training += now - self._task
+            self._task = now
+            self.trained += 1
+        elif kind == "accepted":
+            self.accepted += self._steps.pop(fields["task"], 0)
+            self.updates += 1
+            self.sent += fields["bytes"]
+        elif kind in ("refused", "abandoned"):
+            setattr(self, kind, getattr(self, kind) + 1)
+        elif kind == "waiting":
+            self.waits[fields["reason"]] = self.waits.get(fields["reason"], 0.0) + fields["seconds"]
+
+    def summary(self) -> Result:
+        """For the bench, at the end."""
+        return {
+            "seconds": time.monotonic() - self.began,
+            "training": self.training,
+            **{name: getattr(self, name) for name in ("trained", "accepted", "updates", "refused", "abandoned", "sent", "waits")},
+        }
+
+
+def utilisation(workers: Sequence[Result]) -> float:
+    """Share of the workers' time, from joining to leaving, that they spent training."""
+    return sum(w["training"] for w in workers) / sum(w["seconds"] for w in workers)
+
+
+def goodput(workers: Sequence[Result]) -> float:
+    """Share of the trained steps whose update was accepted."""
+    return sum(w["accepted"] for w in workers) / max(1, sum(w["trained"] for w in workers))

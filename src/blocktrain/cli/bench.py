@@ -1,0 +1,284 @@
+"""The commands that measure. Parsing and printing only: the figures are made in `bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from blocktrain.cli.environment import command_line, cores, source
+from blocktrain.cli.flags import Json, Varied, at_least, given
+from blocktrain.errors import ConfigError
+
+
+def quality(
+    *,
+    scale: Literal["tiny", "standard"] = "standard",
+    data: str | None = None,
+    seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
+    out: Path | None = None,
+    tune: Annotated[bool, Parameter(negative=())] = False,
+    settings: Varied = None,
+    json_: Json = False,
+) -> None:
+    """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
+
+    Several seeds give means and spreads. An interrupted bench continues where it stopped when called again.
+
+    Parameters
+    ----------
+    scale
+        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: some 40 minutes a seed on 2 cores).
+    data
+        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+    seed
+        One or more seeds, e.g. --seed 0 1 2.
+    out
+        Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
+    tune
+        Find the learning rates of reference, blocks and fusion on one grid instead, judged on the calibration slice.
+    """
+    from blocktrain.bench import commands
+
+    seeds = tuple(seed or [0])
+    if twice := [n for n in set(seeds) if seeds.count(n) > 1]:
+        raise ConfigError(f"seed {twice[0]} is named twice: means and spreads are of different seeds")
+    data = ("wikitext2" if scale == "standard" else "stdlib") if data is None else data
+    folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
+    options = commands.QualityOptions(folder, scale, source(data), seeds, given(settings), cores(), command_line())
+    commands.show(commands.tune(options) if tune else commands.quality(options), json_)
+
+
+def memory(*, seed: int = 0, json_: Json = False) -> None:
+    """Bytes of optimizer, gradients and saved activations of one worker against the end-to-end trainer, for 2 to 16 blocks."""
+    from blocktrain.bench import commands
+
+    commands.show(commands.memory(command_line(), seed), json_)
+
+
+def step(
+    *,
+    repeats: Annotated[int, at_least(1)] = 200,
+    seed: int = 0,
+    json_: Json = False,
+) -> None:
+    """Time of a worker's training step against a bare loop with the same layers, loss and optimizer, interleaved.
+
+    Parameters
+    ----------
+    repeats
+        Steps of each kind; the ratio is the median over neighbouring pairs.
+    """
+    from blocktrain.bench import commands
+
+    commands.show(commands.step(command_line(), seed, repeats), json_)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Where the workers of a bench are."""
+
+    hosts: Annotated[int, at_least(1), Parameter(help="Distant hosts, each behind a link of its own.")] = 3
+    rtt_ms: Annotated[float, at_least(0), Parameter(help="Round trip of each link.")] = 80.0
+    mbit: Annotated[float, at_least(0), Parameter(help="Bandwidth of each link, in either direction.")] = 100.0
+
+
+def transport(
+    *,
+    scale: Literal["tiny", "standard"] = "standard",
+    part: Annotated[list[Literal["replay", "workers", "hosts", "ladder", "outer"]], Parameter(consume_multiple=True)] | None = None,
+    distance: Annotated[Distance | None, Parameter(name="*")] = None,
+    data: str | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Runs over HTTP: replayed to the same hashes, by six workers, from distant hosts, with smaller updates, with outer steps.
+
+    An interrupted bench continues with the first run that is not done when called again.
+
+    Parameters
+    ----------
+    scale
+        tiny (a few minutes, to see it work) or standard (up to an hour a part on 2 cores).
+    part
+        One or more parts instead of all: replay, workers, hosts, ladder, outer.
+    data
+        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+    seed
+        The first seed; the ladder takes the next two as well.
+    out
+        Folder for results and plot; by default results/transport-SCALE-CORPUS.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.network.shaper import Link
+    from blocktrain.bench.transport.transport import PARTS, TransportOptions
+
+    data = data or ("wikitext2" if scale == "standard" else "stdlib")
+    folder = out or Path("results") / f"transport-{scale}-{Path(data).stem}"
+    far = distance or Distance()
+    seeds = (seed, seed + 1, seed + 2)
+    link = Link(far.rtt_ms, mbit=far.mbit, seed=seed)
+    options = TransportOptions(folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link)
+    commands.show(commands.transport(options, command_line()), json_)
+
+
+def coordinator(
+    *,
+    workers: Annotated[int, at_least(1)] = 1000,
+    seconds: Annotated[float, at_least(1)] = 60.0,
+    megabytes: Annotated[float, at_least(1)] = 100.0,
+    seed: int = 0,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """How many workers one coordinator bears: how long each call takes, errors, memory; then large transfers against raw TCP.
+
+    Simulated workers on loopback: a heartbeat every 10 s, a task about every minute, one in a hundred leaving and joining every 10 s.
+
+    Parameters
+    ----------
+    workers
+        How many at a time; they join over the time of a task.
+    seconds
+        How long to measure with all of them; below 60 the rhythm is faster, so that all calls are made.
+    megabytes
+        Size of the update that is uploaded and of the corpus that is downloaded, on loopback and over 200 Mbit with 80 ms.
+    out
+        Folder for JSON and plot; by default results/coordinator.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.transport.coordinator import SwarmOptions
+    from blocktrain.bench.transport.transfers import TransferOptions
+
+    swarm, transfers = SwarmOptions(workers, seconds, seed), TransferOptions(megabytes, seed)
+    commands.show(commands.coordinator(swarm, transfers, out or Path("results/coordinator"), command_line()), json_)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the hosts that serve are."""
+
+    hosts: Annotated[int, at_least(2), Parameter(help="Hosts, the entry's among them.")] = 3
+    rtt_ms: Annotated[str, Parameter(help="Round trips between hosts, one after another.")] = "1,20,80,150"
+    mbit: Annotated[float, at_least(0), Parameter(help="Bandwidth of each host's line, in either direction.")] = 100.0
+
+    def round_trips(self) -> tuple[float, ...]:
+        """In milliseconds."""
+        try:
+            found = tuple(float(part) for part in self.rtt_ms.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 0:
+            raise ConfigError(f"--rtt-ms {self.rtt_ms!r} is no list of milliseconds, for example 1,20,80,150")
+        return found
+
+
+@dataclass(frozen=True)
+class Large:
+    """A model in its logical shape only."""
+
+    shape: Annotated[str, Parameter(help="Measure the logical shape of a model of so many parameters instead, for example 75.8B.")] = ""
+    tokens: Annotated[int, at_least(2), Parameter(help="Bytes of output of --shape.")] = 32
+
+
+def serving(
+    *,
+    run: Path | None = None,
+    distance: Annotated[Route | None, Parameter(name="*")] = None,
+    large: Annotated[Large | None, Parameter(name="*")] = None,
+    scale: Literal["tiny", "standard"] = "standard",
+    data: str | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Text per second from several hosts, over lines of several lengths: every mode, the end-to-end model beside, as a table and a plot.
+
+    Also: divergences of exact from autoregressive, software time of a hop, eight users at once, first byte of a long prompt.
+    With --shape: a large model's logical shape as a ring, one traversal for all bytes against one for each.
+
+    Parameters
+    ----------
+    run
+        The run to serve; without one, a model of the scale is trained first, once.
+    scale
+        tiny (a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: half an hour, training included).
+    data
+        Corpus; by default that of the run, else wikitext2 at standard scale and stdlib at tiny.
+    out
+        Folder for JSON, plot and model; by default results/serving-SCALE.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.network.shaper import Link
+    from blocktrain.bench.serving.large import LargeOptions
+    from blocktrain.bench.serving.large import large as measure_large
+    from blocktrain.bench.serving.report import serving as measure_serving
+    from blocktrain.bench.serving.serving import ServingOptions
+
+    far, shape = distance or Route(), large or Large()
+    round_trips = far.round_trips()
+    if shape.shape:
+        link = Link(round_trips[-1] if distance and len(round_trips) == 1 else 80.0, mbit=far.mbit, seed=seed)
+        folder = out or Path("results") / f"shape-{shape.shape}"
+        commands.show(measure_large(LargeOptions(folder, shape.shape, shape.tokens, far.hosts, link, cores()), command_line()), json_)
+        return
+    folder = out or Path("results") / f"serving-{scale}"
+    corpus = source(_corpus(run, data) or ("wikitext2" if scale == "standard" else "stdlib"))
+    options = ServingOptions(folder, scale, corpus, far.hosts, round_trips, far.mbit, seed)
+    commands.show(measure_serving(options, run, command_line(), cores()), json_)
+
+
+def failover(
+    *,
+    kills: Annotated[int, at_least(0)] = 50,
+    blackholes: Annotated[int, at_least(0)] = 10,
+    run: Path | None = None,
+    rtt_ms: Annotated[float, at_least(0)] = 20.0,
+    scale: Literal["tiny", "standard"] = "standard",
+    data: str | None = None,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Kill stages, and black-hole their lines, in the middle of answers: how soon it is noticed, and whether the text is the same.
+
+    Parameters
+    ----------
+    kills
+        Answers during which a stage is killed with signal 9.
+    blackholes
+        Answers during which nothing passes a stage's line any more.
+    run
+        The run to serve; without one, a model of the scale is trained first, once.
+    rtt_ms
+        Round trip between hosts.
+    scale
+        Of the model that is trained.
+    data
+        Corpus; by default that of the run, else wikitext2 at standard scale and stdlib at tiny.
+    out
+        Folder for JSON and model; by default results/serving-SCALE.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.network.shaper import Link
+    from blocktrain.bench.serving.failover import FailoverOptions
+    from blocktrain.bench.serving.failover import failover as measure_failover
+    from blocktrain.bench.serving.report import trained
+
+    folder = out or Path("results") / f"serving-{scale}"
+    corpus = source(_corpus(run, data) or ("wikitext2" if scale == "standard" else "stdlib"))
+    run = run or trained(folder / "model", scale, corpus, 0, cores())
+    options = FailoverOptions(folder, run, corpus, kills, blackholes, Link(rtt_ms, mbit=100.0))
+    commands.show(measure_failover(options, command_line()), json_)
+
+
+def _corpus(run: Path | None, data: str | None) -> str | None:
+    """What is named, or what the run was trained on."""
+    from blocktrain.runs.folder import read_manifest
+
+    return read_manifest(run).data if data is None and run else data
+
+
+MEASURES = (quality, memory, step, transport, coordinator, serving, failover)

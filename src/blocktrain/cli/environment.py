@@ -1,0 +1,80 @@
+"""Where things are on this machine, by the environment: corpora, the cache, run folders, cores; and how this process was called."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blocktrain.errors import RunError
+
+if TYPE_CHECKING:
+    from blocktrain.learning.data import Source
+
+RUNS = Path("runs")
+
+
+def cache_folder() -> Path:
+    """For what can be fetched or made again."""
+    named = os.environ.get("BLOCKTRAIN_CACHE")
+    return Path(named) if named else Path.home() / ".cache" / "blocktrain"
+
+
+def data_folder() -> Path | None:
+    """Where named corpora are, if anywhere."""
+    named = os.environ.get("BLOCKTRAIN_DATA")
+    return Path(named) if named else None
+
+
+def source(data: str) -> Source:
+    """Where the corpus of a command is."""
+    from blocktrain.learning.data import Source
+
+    return Source(data, data_folder(), cache_folder())
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def command_line() -> str:
+    """What a figure was measured with."""
+    return shlex.join(["blocktrain", *sys.argv[1:]])
+
+
+def new_run_folder(data: str) -> Path:
+    """The next number under runs/."""
+    name = Path(data).stem or "run"
+    taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
+    number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
+    return RUNS / f"{number:03}-{name}"
+
+
+def is_pulled(run: Path) -> bool:
+    """Whether a run folder holds a model that was trained elsewhere."""
+    return (run / "model" / "config.json").exists() and not (run / "coordinator").exists()
+
+
+def _finished(run: Path) -> bool:
+    """Whether `train` has nothing left to do in a run folder; one that cannot be read is no candidate either."""
+    if is_pulled(run):
+        return True
+    from blocktrain.runs.folder import open_run, read_json
+
+    try:
+        wanted = open_run(run).reference
+        complete = all((run / name).exists() for name in ("result.json", "report.html"))
+        return complete and not (wanted and read_json(run / "result.json").get("gap") is None)
+    except RunError:
+        return True
+
+
+def newest_unfinished() -> Path:
+    """The run folder to resume when none is named."""
+    found = [p.parent for p in RUNS.glob("*/config.toml") if not _finished(p.parent)]
+    if not found:
+        raise RunError("no unfinished run under runs/; name one with --out RUN")
+    return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)

@@ -1,0 +1,83 @@
+"""Settings as flags of commands: what is not given comes from a file, a preset or the defaults."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, Optional
+
+from cyclopts import Argument, CoercionError, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import Token as Word
+from cyclopts import ValidationError as WrongValue
+from pydantic import BaseModel, Field, ValidationError, create_model
+
+from blocktrain.config import Config, sentence
+from blocktrain.coordinator.policy import Policy
+
+
+def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> Any:
+    """A model with the same fields but some, each optional."""
+    fields = {
+        key: (Optional[field.annotation], Field(default=None, description=f"{field.description} (default {field.default})"))  # noqa: UP045
+        for key, field in model.model_fields.items()
+        if key not in without
+    }
+    return create_model(name, **fields)  # type: ignore[call-overload]
+
+
+def flags_of(name: str, title: str, model: type[BaseModel], without: Collection[str] = ()) -> Any:
+    """The annotation of a command's parameter that takes the fields of a model as flags."""
+    return Annotated[Optional[_optional(name, model, without)], Parameter(name="*", group=Group(title), negative=())]  # noqa: UP045
+
+
+Settings = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
+VARIES = ("seed", "objective", "skip", "compose", "data_order", "tail", "tail_share", "tail_sigma_min")
+Varied = flags_of("VariedFlags", "Settings of all variants (by default those of --scale; others as in train)", Config, without=VARIES)
+Coordination = flags_of("PolicyFlags", "Coordination (also in the table coordination of --config FILE.toml)", Policy)
+Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
+Json = Annotated[bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())]
+
+
+def given(settings: Any) -> dict[str, Any]:
+    """Only the settings that were named on the command line."""
+    return {} if settings is None else settings.model_dump(exclude_none=True)
+
+
+def at_least(least: float, most: float = math.inf) -> Parameter:
+    """A number that must not be smaller than the one, nor larger than the other."""
+
+    def check(_: object, value: float) -> None:
+        if not value >= least:  # also where it is no number
+            raise ValueError(f"must be at least {least}")
+        if value > most:
+            raise ValueError(f"must be at most {most}")
+
+    return Parameter(validator=check, converter=_number)
+
+
+def _number(kind: type, tokens: Sequence[Word]) -> float:
+    """As it is written: 3.9 is no whole number, and is not made one."""
+    try:
+        return int(tokens[0].value) if kind is int else float(tokens[0].value)
+    except ValueError:
+        raise ValueError("must be a whole number" if kind is int else "must be a number") from None
+
+
+def refused(error: CycloptsError) -> str:
+    """What is wrong with a command line, as one sentence."""
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        return sentence(cause)
+    match error:
+        case UnusedCliTokensError(unused_tokens=[*left]):
+            return f"nothing takes {shlex.join(left)}; see --help"
+        case MissingArgumentError(keyword=str(name)):
+            return f"{name} needs a value; see --help"
+        case MissingArgumentError(argument=Argument() as missing):
+            return f"{missing.name.removeprefix('--').upper() if missing.index is not None else missing.name} is missing; see --help"
+        case WrongValue(argument=Argument(tokens=[Word() as token, *_]), exception_message=str(said)):
+            return f"{token.keyword or token.value}: {said} (got {token.value})"
+        case CoercionError(token=Word() as token) if isinstance(cause, ValueError):
+            return f"{token.keyword or token.value}: {cause} (got {token.value})"
+    return " ".join(str(error).split())

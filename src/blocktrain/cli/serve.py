@@ -1,0 +1,339 @@
+"""The commands that serve a trained run: `serve`, what users talk to, and `stage`, the hosts behind it. Parsing and printing only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import ssl
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from blocktrain.cli.flags import Json, Token, at_least
+from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.serving.line.address import is_loopback, parse_address, read_key
+
+if TYPE_CHECKING:
+    from blocktrain.serving.entry.entry import Entry
+    from blocktrain.serving.entry.route import Find
+    from blocktrain.serving.openai_api import Rules
+    from blocktrain.serving.openai_messages import Defaults
+    from blocktrain.serving.stage.stage import Guard, Stage
+    from blocktrain.web.client import HttpClient
+    from blocktrain.web.server import Where
+
+ASK_SECONDS = 5.0  # that a coordinator has to answer
+Yes = Annotated[bool, Parameter(negative=())]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where `serve` listens, to whom, and to how many."""
+
+    listen: Annotated[str, Parameter(help="Address and port of the API and the page; port 0 takes a free one.")] = "127.0.0.1:8480"
+    api_keys: Annotated[Path | None, Parameter(help="File with an API key a line; beyond this machine one is needed.")] = None
+    open: Annotated[bool, Parameter(help="Listen beyond this machine without API keys: anyone may use it.", negative=())] = False
+    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files) to serve https with.", negative=())] = None
+    max_requests: Annotated[int, at_least(1), Parameter(help="Requests that are answered at a time.")] = 8
+    queue: Annotated[int, at_least(0), Parameter(help="Requests that may wait; those beyond are told to come again (429).")] = 32
+
+    def parse(self) -> Where:
+        """Where to listen, refusing an address that strangers can reach unless there are keys."""
+        from blocktrain.web.server import Where
+
+        host, port = parse_address(self.listen)
+        if self.api_keys is None and not self.open and not is_loopback(host):
+            raise ConfigError(f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)")
+        certificate, key = self.tls or (None, None)
+        return Where(host, port, certificate=certificate, key=key)
+
+    def rules(self, model: str, defaults: Defaults) -> Rules:
+        """What is served to whom."""
+        from blocktrain.serving.gate import Keys, read_keys
+        from blocktrain.serving.openai_api import Rules
+
+        keys = read_keys(self.api_keys) if self.api_keys else Keys()
+        return Rules(model, keys, defaults, self.max_requests, self.queue, any_name=self.open)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How `serve` writes what does not say how."""
+
+    mode: Annotated[
+        Literal["exact", "sweep", "autoregressive"] | None,
+        Parameter(
+            help="exact: drafted here, checked by all blocks; the same bytes as autoregressive, which asks all hosts for each byte. "
+            "sweep: the whole text at once. By default exact, or autoregressive for models that cannot be checked in one sweep."
+        ),
+    ] = None
+    sweeps: Annotated[int, at_least(1), Parameter(help="Traversals of mode sweep; more come closer to the exact text.")] = 1
+    draft: Annotated[
+        Literal["first-block", "none"] | None,
+        Parameter(help="What mode sweep starts from: the first block's text, or pure noise (the default where blocks write none alone)."),
+    ] = None
+    no_degraded: Annotated[
+        bool, Parameter(help="Fail an answer when a block is missing, instead of going on without and saying so.", negative=())
+    ] = False
+    deadline: Annotated[
+        float, at_least(1), Parameter(help="Seconds that an answer may take; one that is not complete then fails, stuck or not.")
+    ] = 600.0
+
+    def defaults(self, entry: Entry) -> Defaults:
+        """For a model that not everything can be asked of."""
+        from blocktrain.serving.openai_messages import Defaults
+
+        mode = self.mode or ("exact" if "exact" in entry.modes() else "autoregressive")
+        return Defaults(mode, self.sweeps, self.draft or entry.draft(), not self.no_degraded, self.deadline)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The stages that `serve` asks, and how."""
+
+    route: Annotated[
+        str,
+        Parameter(
+            help="Stages as host:port,host:port, or the coordinator that they announce themselves to (http://host:port); "
+            "without any the whole model is served from here."
+        ),
+    ] = ""
+    token: Token = ""
+    key: Annotated[Path | None, Parameter(help="File with the secret that the stages ask for.")] = None
+    ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the stages' own are signed by; the lines are then TLS.")] = None
+    wire: Annotated[Literal["fp32", "fp16"], Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text.")] = "fp32"
+
+    def entry(self, run: Path, *, reference: bool, threads: int) -> Entry:
+        """Ready to be started."""
+        from blocktrain.serving.entry.entry import Entry
+        from blocktrain.serving.entry.route import parse_route
+
+        stages = _finding(_coordinator(self.route, self.token, self.ca)) if "://" in self.route else parse_route(self.route)
+        secret = read_key(self.key) if self.key else b""
+        return Entry(run, stages, key=secret, tls=_trusting(self.ca), wire=self.wire, reference=reference, threads=threads)
+
+
+def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
+    from blocktrain.web.client import HttpClient
+
+    return HttpClient(url, token, ca=ca if url.startswith("https://") else None, timeout=ASK_SECONDS)
+
+
+def _finding(coordinator: HttpClient) -> Find:
+    """Let a coordinator be asked where the stages are."""
+
+    async def find(model: str) -> list[str]:
+        listed = await asyncio.to_thread(coordinator.stages)
+        return [stage.address for stage in listed.stages if stage.model == model]
+
+    return find
+
+
+def _trusting(ca: Path | None) -> ssl.SSLContext | None:
+    if ca is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"cannot use the certificate {ca}: {error.strerror or error}") from None
+
+
+def serve(
+    run: Path,
+    *,
+    hosts: Annotated[Hosts | None, Parameter(name="*")] = None,
+    door: Annotated[Door | None, Parameter(name="*")] = None,
+    answers: Annotated[Answers | None, Parameter(name="*")] = None,
+    reference: Yes = False,
+    threads: Annotated[int, at_least(1)] = 1,
+    json_: Json = False,
+) -> None:
+    """Serve a trained run: an OpenAI-compatible API and a page to write with. Alone it holds the whole model; --route asks stages.
+
+    The same seed writes the same bytes as `blocktrain generate`, from one host or from many. Ctrl-C finishes the answers under way.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    reference
+        Serve the end-to-end model of the run instead, if it was trained.
+    threads
+        Cores that compute here.
+    """
+    from blocktrain.web.server import run_loop
+
+    hosts, door, answers = hosts or Hosts(), door or Door(), answers or Answers()
+    listen = door.parse()
+
+    async def serving() -> None:
+        entry = hosts.entry(run, reference=reference, threads=threads)
+        try:
+            rules = door.rules(run.resolve().name, answers.defaults(entry))
+            await _serve(entry, rules, listen, lambda url: _announce(url, rules.model, json_))
+        finally:
+            await entry.aclose()
+
+    run_loop(serving())
+
+
+async def _serve(entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]) -> None:
+    """Until it is told to stop."""
+    from blocktrain.serving.entry.entry import Request
+    from blocktrain.serving.openai_api import build_app
+    from blocktrain.web.server import AppServer
+
+    server = AppServer(build_app(entry, rules), listen)  # first: the port may be taken
+    await entry.start()
+    defaults = rules.defaults
+    entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
+    await server.serve(lambda: announce(server.url))  # not before: who reads it may already want to stop it
+
+
+def _announce(url: str, model: str, json_: bool) -> None:
+    from blocktrain.terminal import console
+
+    if json_:
+        print(json.dumps({"url": url, "model": model}), flush=True)
+    console.print(f"write with it  [bold]{url}[/]\nfrom code      base_url {url}/v1, model {model}", soft_wrap=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a stage listens, and to whom."""
+
+    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = "127.0.0.1:8481"
+    key: Annotated[Path | None, Parameter(help="File with the secret that all hosts share; needed beyond this machine.")] = None
+    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files): lines are then TLS.", negative=())] = None
+    ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the next stage's own is signed by, in a ring over TLS.")] = None
+    announce: Annotated[str, Parameter(help="Coordinator to tell of this stage: http://host:port, as in `serve --route`.")] = ""
+    token: Token = ""
+
+    def parse(self) -> tuple[str, int]:
+        """Host and port, refusing an address that strangers can reach unless there is a key."""
+        host, port = parse_address(self.listen)
+        if self.key is None and not is_loopback(host):
+            raise ConfigError(f"{host} can be reached from other machines: give --key FILE, the same on all hosts")
+        if self.announce and host in ("0.0.0.0", "::"):
+            raise ConfigError(f"nobody can dial {host}: with --announce, listen on the address that others reach this machine by")
+        return host, port
+
+    def guard(self) -> Guard:
+        """What it asks of others and shows them."""
+        from blocktrain.serving.stage.stage import Guard
+
+        secret = read_key(self.key) if self.key else b""
+        return Guard(secret, _showing(*self.tls) if self.tls else None, _trusting(self.ca))
+
+
+def _showing(certificate: Path, key: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(f"cannot use the certificate {certificate} with {key}: {error.strerror or error}") from None
+    return context
+
+
+def stage(
+    run: Path,
+    *,
+    blocks: str = "",
+    post: Annotated[Post | None, Parameter(name="*")] = None,
+    reference: Yes = False,
+    threads: Annotated[int, at_least(1)] = 1,
+    json_: Json = False,
+) -> None:
+    """Hold some blocks of a trained run and compute with them for `blocktrain serve`, here or on another host.
+
+    Only the files of these blocks are read. It may be stopped and started at any time; Ctrl-C ends it.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    blocks
+        Which, for example 2 or 2-3 or 1,3; by default all (the fusion block is the entry's).
+    reference
+        Hold layers of the end-to-end model of the run instead, in as many groups as there are blocks.
+    threads
+        Cores that compute here.
+    """
+    post = post or Post()
+    host, port = post.parse()  # first: to import torch takes a while
+
+    import torch
+
+    from blocktrain.serving.holding import load_holding, parse_blocks
+    from blocktrain.serving.stage.stage import Stage
+    from blocktrain.web.server import allow_connections, run_loop
+
+    guard = post.guard()
+    allow_connections()
+    torch.set_num_threads(threads)
+    holding = load_holding(run, parse_blocks(blocks), torch.device("cpu"), reference=reference)
+
+    async def serving() -> None:
+        held, told = Stage(holding, guard, threads=threads), _told_to_stop()
+        await held.start(host, port)
+        try:
+            _announce_stage(held, json_)
+            telling = [_keep_telling(_coordinator(post.announce, post.token, post.ca), held)] if post.announce else []
+            await _first(told.wait(), *telling)
+        finally:
+            await held.aclose()
+
+    run_loop(serving())
+
+
+async def _first(*works: Coroutine[Any, Any, object]) -> None:
+    """Until one of them ends, or fails."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _keep_telling(coordinator: HttpClient, held: Stage) -> None:
+    """Tell a coordinator again and again that the stage is here; one that does not answer may later."""
+    from blocktrain.protocol.stages import TELL_SECONDS, StageNotice
+    from blocktrain.web.client import retry_later
+
+    notice = StageNotice(address=held.address, model=held.holding.facts.model)
+    while True:
+        try:
+            await asyncio.to_thread(coordinator.tell_stage, notice)
+        except BlockTrainError as error:
+            if not retry_later(error):
+                raise
+        await asyncio.sleep(TELL_SECONDS)
+
+
+def _told_to_stop() -> asyncio.Event:
+    """Set by Ctrl-C and SIGTERM."""
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C interrupts
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, told.set)
+    return told
+
+
+def _announce_stage(held: Stage, json_: bool) -> None:
+    from blocktrain.terminal import console
+
+    facts = held.holding.facts
+    if json_:
+        said = {"address": held.address, "kind": facts.kind, "blocks": facts.blocks, "fingerprint": facts.fingerprint, "model": facts.model}
+        print(json.dumps(said), flush=True)
+    name = "layers of the reference, groups" if facts.kind == "reference" else "blocks"
+    console.print(f"serving {name} {', '.join(map(str, facts.blocks))} at [bold]{held.address}[/]", soft_wrap=True, highlight=False)

@@ -1,0 +1,1 @@
+"""The run in memory, the pure decisions about it, and the calls on it."""

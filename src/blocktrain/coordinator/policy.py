@@ -1,0 +1,98 @@
+"""How a run is coordinated: what an operator chooses, in one validated value that is frozen with the run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from blocktrain.config import Config, words
+from blocktrain.coordinator.merge import MergeOptions
+from blocktrain.coordinator.state import Options
+from blocktrain.errors import ConfigError
+from blocktrain.protocol.codec import Method
+from blocktrain.protocol.messages import MAX_BLOCKS
+from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+
+
+class Policy(BaseModel):
+    """Field docstrings are the help texts of the flags."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    compression: Method = "int4"
+    """How updates are sent: none, fp16, int8 or int4 (with error feedback)."""
+    replicas: int | None = Field(default=None, ge=1, le=4096)
+    """Updates that close a round at once; by default as many as there are workers on the block."""
+    min_replicas: int = Field(default=1, ge=1, le=4096)
+    """Updates without which a round makes no version."""
+    task_seconds: float = Field(default=20.0, gt=0, le=86400)
+    """How long a task should take; its steps follow from the worker's speed."""
+    task_steps: int | None = Field(default=None, ge=1, le=10**6)
+    """The same number of steps for every task, instead of by speed."""
+    rounds: int | None = Field(default=None, ge=1)
+    """Rounds of each block after which the run ends (it ends at the latest after `steps` steps)."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Bytes of text, over all blocks, after which the run ends."""
+    max_staleness: int = Field(default=4, ge=0, le=1000)
+    """Versions that a late update may be behind and still count."""
+    decay: float = Field(default=0.7, gt=0, le=1)
+    """Weight of a late update per version that it is behind (one version behind counts in full)."""
+    clip: float | None = Field(default=3.0, gt=0)
+    """Longest update, in medians of the block's last ones; longer ones are shortened."""
+    clip_after: int = Field(default=5, ge=1, le=1000)
+    """Updates that must have been merged before any is shortened."""
+    outer: Literal["average", "nesterov"] = "average"
+    """How a round's mean becomes the next version: as it is, or by an outer Nesterov step."""
+    outer_learning_rate: float = Field(default=0.7, gt=0, le=100)
+    """Of the outer Nesterov step."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Of the outer Nesterov step."""
+    chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
+    """Size of the pieces in which updates are uploaded."""
+    first_deadline: float = Field(default=60.0, gt=0, le=86400)
+    """Seconds that the first round of a block has, before any task was timed."""
+    exclusive: bool = False
+    """One worker per block, each task from the version that the last one made: nothing depends on time."""
+
+    @classmethod
+    def exact(cls, task_steps: int) -> Self:
+        """For `blocktrain train`: the same seed gives the same bytes."""
+        return cls(compression="none", replicas=1, task_steps=task_steps, clip=None, exclusive=True)  # nobody to be protected from
+
+    def options(self, config: Config) -> Options:
+        """The numbers that decisions are made with."""
+        if self.exclusive:
+            return Options.exact(self.task_steps or 50, config.steps)
+        return Options(
+            target_replicas=self.replicas,
+            min_replicas=self.min_replicas,
+            first_deadline=self.first_deadline,
+            decay=self.decay,
+            max_staleness=self.max_staleness,
+            task_seconds=self.task_seconds,
+            fixed_steps=self.task_steps,
+            budget_rounds=self.rounds,
+            budget_steps=config.steps,
+            budget_tokens=self.tokens,
+        )
+
+    def merge_options(self) -> MergeOptions:
+        """How updates are merged."""
+        return MergeOptions(self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after)
+
+    def stream(self, config: Config, block: int, number: int) -> int:
+        """Which order of the corpus a task reads; replicas of a block must not read the same text."""
+        own = block if config.data_order == "own" else 1
+        return own if self.exclusive else (own + number * (MAX_BLOCKS + 1)) % 2**32
+
+
+def make_policy(settings: dict[str, Any]) -> Policy:
+    """Validated choices, or one sentence about what is wrong."""
+    try:
+        return Policy(**settings)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in found["loc"])
+        known = f"; known: {', '.join(Policy.model_fields)}" if found["type"] == "extra_forbidden" else ""
+        raise ConfigError(f"[coordination] {name}: {words(found)} (got {found['input']!r}){known}") from None

@@ -1,0 +1,110 @@
+"""`blocktrain train`: a coordinator in this process, workers in processes of their own, the same protocol as between machines.
+
+One worker a block at a time, no compression, nothing that depends on time: the weights are those of the plain loop, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from blocktrain.coordinator.calls import Coordinator, open_coordinator
+from blocktrain.coordinator.policy import Policy
+from blocktrain.coordinator.server import Listen, running
+from blocktrain.errors import RunError
+from blocktrain.learning.train import REFERENCE
+from blocktrain.processes import Job, run_jobs
+from blocktrain.protocol.events import EventLog
+from blocktrain.runs.folder import block_name, file_sha256, load_block, read_manifest
+from blocktrain.runs.local_worker import Seat, work
+from blocktrain.runs.prepare import prepare
+from blocktrain.runs.pull import compose_run
+from blocktrain.runs.results import Plan, Told, train_reference
+from blocktrain.worker.task import corpus_folder
+
+TASK_STEPS = 50  # of a task: what is trained again after a crash
+
+
+def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _: None) -> None:
+    """Train what is not yet trained, and publish all blocks; stops and continues anywhere."""
+    plan.source.open().require(plan.config.context)
+
+    def on_message(name: str, message: dict[str, Any]) -> None:
+        block, kind = message.pop("block", REFERENCE), message.pop("kind")
+        log.write(kind, block=block, **message)
+        if "loss" in message:
+            told(block, message["step"], message["loss"])
+        if kind == "state_lost" and block == REFERENCE:
+            warn("what was saved of the reference is damaged: it is trained again from its beginning")
+        elif kind == "state_lost":
+            warn(f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others")
+
+    with _coordinator(plan) as coordinator:  # which nobody else has open: the log is ours, too
+        log = EventLog(plan.run.events)
+        try:
+            log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
+            jobs = [] if not plan.reference or _has_reference(plan, warn) else [Job(block_name(REFERENCE), train_reference, (plan,))]
+            if coordinator.finished:
+                run_jobs(jobs, plan.slots, on_message)
+            else:
+                token = secrets.token_urlsafe(24)
+                with running(coordinator, Listen(token=token)) as url:
+                    seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
+                    workers = [Job(f"worker-{n}", work, (seat,)) for n in range(1, plan.config.blocks + 1)]  # one for each block
+                    run_jobs([*jobs, *workers], plan.slots, on_message)
+            if not coordinator.finished:
+                raise RunError("the workers ended before the run was finished; continue with --resume")
+            _publish_all(plan, coordinator)
+        finally:
+            log.close()
+
+
+def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
+    """Whether the end-to-end model is trained, and still what it was; else it is trained again."""
+    path, known = plan.run.weights(REFERENCE), None
+    if not path.exists():
+        return False
+    with suppress(RunError):  # there is none before the end
+        known = read_manifest(plan.run.folder).reference
+    with suppress(RunError):
+        load_block(plan.run, plan.config, REFERENCE, torch.device("cpu"))
+        if known in (None, file_sha256(path)):
+            return True
+    warn(f"{path} is damaged or foreign: the reference is trained again")
+    return False
+
+
+@contextmanager
+def _coordinator(plan: Plan) -> Iterator[Coordinator]:
+    """The run's coordinator; at the first start its run is made from the settings and the corpus."""
+    coordinator = open_coordinator(plan.run.folder / "coordinator")
+    state = plan.run.folder / "state"
+    try:
+        if not coordinator.ready:
+            prepare(plan.config, plan.source, state / "prepared")
+            coordinator.begin(plan.config, Policy.exact(TASK_STEPS), plan.source.spec, state / "prepared")
+        shutil.rmtree(state / "prepared", ignore_errors=True)
+        corpus = coordinator.manifest().corpus
+        if plan.source.open().hashes != (corpus.train.sha256, corpus.valid.sha256):
+            raise RunError(f"{plan.source.spec} is not the text that this run began with: put that back, or start a new run")
+        folder = corpus_folder(state, corpus)
+        folder.mkdir(parents=True, exist_ok=True)
+        for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
+            with suppress(OSError):  # a link instead of a copy, where the disk has links
+                os.link(coordinator.blob_path(blob.sha256)[0], folder / name)
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def _publish_all(plan: Plan, coordinator: Coordinator) -> None:
+    """The newest versions as the run's model; the fusion block reads those it was trained on, which are the last ones here."""
+    compose_run(plan.run, plan.config, coordinator.manifest().blocks, lambda blob: b"".join(coordinator.blob(blob.sha256)))
+    shutil.rmtree(plan.run.folder / "state", ignore_errors=True)
+    (plan.run.folder / "state").mkdir(exist_ok=True)

@@ -1,0 +1,400 @@
+"""A finished run as one page to look at: report.html, with its charts inside, that opens anywhere without a network."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from blocktrain.config import Config
+from blocktrain.errors import RunError
+from blocktrain.files import write_atomic
+from blocktrain.learning.train import REFERENCE
+from blocktrain.protocol.events import read_events
+from blocktrain.runs.folder import block_name, open_run, read_json
+from blocktrain.terminal import perplexity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Curve = list[tuple[int, float]]  # steps made, loss
+
+MOST_POINTS = 160  # of a curve, so that a long run makes no heavy page
+TALL = 3.8  # inches of the two charts that matter most
+MOST_ROWS = 24  # of one kind in a chart; the tables have them all
+NUMBERED = re.compile(r"(block|euler)_(\d+)")
+
+# Placeholders that become CSS variables, so that one drawing serves light and dark.
+INK, MUTED, RULE, ACCENT = "#010101", "#020202", "#030303", "#040404"
+BLOCKS = ("#050501", "#050502", "#050503", "#050504", "#050505", "#050506")
+CSS = {INK: "currentColor", MUTED: "var(--muted)", RULE: "var(--rule)", ACCENT: "var(--accent)"} | {
+    colour: f"var(--block-{n})" for n, colour in enumerate(BLOCKS, 1)
+}
+INKS = {"text.color": INK, "ytick.color": INK, "xtick.color": MUTED, "axes.labelcolor": MUTED, "grid.color": RULE}
+# Text stays text: it takes the page's type, and can be searched and read aloud.
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "blocktrain", "font.size": 12, "axes.axisbelow": True, **INKS}
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the run folder says, with everything that is not a usable number already left out."""
+
+    config: Config
+    data: str
+    result: Mapping[str, Any]
+    ce: Mapping[str, float]
+    curves: Mapping[int, Curve]
+    ranges: Mapping[int, tuple[float, float]]
+
+    def by_block(self, key: str) -> dict[int, float]:
+        """A table of the result, by block."""
+        found = _object(self.result.get(key))
+        numbers = range(self.config.blocks + 1)
+        return {n: float(v) for n in numbers if _is_number(v := found.get(block_name(n))) and math.isfinite(v)}
+
+    @property
+    def trained(self) -> list[int]:
+        """All blocks, then the reference if there is one."""
+        reference = "reference" in self.ce or REFERENCE in self.curves
+        return [*range(1, self.config.blocks + 1), *([REFERENCE] if reference else [])]
+
+    def colour(self, index: int) -> str:
+        """A block's colour in every chart; the fusion block has that of the composed model, whose output it is."""
+        if index == REFERENCE:
+            return INK
+        return ACCENT if index > self.config.independent else BLOCKS[(index - 1) % len(BLOCKS)]
+
+    def title(self, index: int) -> str:
+        """A block's name in words."""
+        return block_name(index).replace("-", " ") + (" (fusion)" if index > self.config.independent else "")
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html of a finished run, and return its path."""
+    import matplotlib
+
+    facts = _gather(folder)
+    with matplotlib.rc_context(STYLE):
+        charts = [draw(facts) for draw in (_loss_chart, _ce_chart, _range_chart, _cost_chart)]
+    name = folder.resolve().name
+    where = name if folder.is_absolute() or folder == Path() else str(folder)  # a page to pass on tells no one's home folder
+    sample = _object(facts.result.get("sample"))
+    words = {
+        "name": name,
+        "kicker": _kicker(facts),
+        "prompt": _visible(str(sample.get("prompt", ""))),
+        "text": _visible(str(sample.get("text", "(this run has no sample)"))),
+        "temperature": str(sample.get("temperature", "unknown")),
+        "run": shlex.quote(where),
+        "data": ""
+        if Path(facts.data).is_absolute()
+        else f" --data {shlex.quote(facts.data)}",  # a path of this machine goes without saying
+        "fingerprint": facts.config.fingerprint,
+    }
+    page = Template(resources.files("blocktrain.runs").joinpath("report.html").read_text(encoding="utf-8")).substitute(
+        {key: html.escape(value) for key, value in words.items()},
+        verdict=_verdict(facts),
+        charts="\n".join(chart for chart in charts if chart),
+        ce_table=_ce_table(facts),
+        block_table=_block_table(facts),
+        settings=_settings_table(facts.config),
+    )
+    path = folder / "report.html"
+    write_atomic(path, page.encode("utf-8", "replace"))  # a lone surrogate in a sample is no reason to have no page
+    return path
+
+
+def _gather(folder: Path) -> _Facts:
+    run, config, data, _ = open_run(folder)
+    path = folder / "result.json"
+    if not path.exists():
+        raise RunError(f"{folder} has no result yet: its training is not finished; continue with --resume")
+    result = read_json(path)
+    ce = {name: float(value) for name, value in _object(result.get("valid_ce")).items() if _is_number(value)}
+    if "composed" not in ce:
+        raise RunError(f"{path} is damaged: it holds no cross entropy of the composed model; delete it and continue with --resume")
+    ranges = {
+        n: (float(pair[0]), float(pair[1]))
+        for n, pair in enumerate(_array(result.get("ranges")), 1)
+        if len(_array(pair)) == 2 and all(_is_number(edge) for edge in pair) and 0 < pair[0] < pair[1] < math.inf
+    }
+    return _Facts(config, data, result, ce, _curves(read_events(run.events)), ranges)
+
+
+def _curves(events: Iterable[Mapping[str, Any]]) -> dict[int, Curve]:
+    """The losses of each block. A resumed block repeats steps: what it says last counts."""
+    curves: dict[int, Curve] = {}
+    for event in events:
+        block, step, loss = (event.get(key) for key in ("block", "step", "loss"))
+        if event.get("kind") != "step" or not isinstance(block, int) or not isinstance(step, int) or not _is_number(loss):
+            continue
+        curve = curves.setdefault(block, [])
+        while curve and curve[-1][0] >= step:
+            curve.pop()
+        if math.isfinite(loss):
+            curve.append((step, float(loss)))
+    return {block: curve for block, curve in sorted(curves.items()) if curve}
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _array(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _kicker(facts: _Facts) -> str:
+    corpus, config = _object(facts.result.get("corpus")), facts.config
+    layers = f"{config.layers_per_block} layer{'s' if config.layers_per_block > 1 else ''}"
+    text = Path(str(corpus.get("name", facts.data))).name
+    if _is_number(corpus.get("train_bytes")):
+        text += f" ({_short(corpus['train_bytes'])} bytes)"
+    return f"{config.blocks} blocks of {layers} · {config.steps:,} steps each · {text}"
+
+
+def _verdict(facts: _Facts) -> str:
+    """The result in one sentence."""
+    composed = facts.ce["composed"]
+    if not math.isfinite(composed):
+        return "The composed model has no finite cross entropy: its training diverged. A lower learning rate may help."
+    single = [v for n, v in facts.ce.items() if n.startswith("block_")]
+    others = {
+        "a single block on average": sum(single) / len(single) if single else math.nan,
+        "its path after the first block": facts.ce.get("euler_1", math.nan) if not single else math.nan,
+        "the end-to-end reference of the same shape": facts.ce.get("reference", math.nan),
+    }
+    compared = ", and ".join(_compared(composed, value, name) for name, value in others.items() if math.isfinite(value))
+    needs = f"the composed model needs <strong>{composed:.3f} nats per byte</strong> ({composed / math.log(2):.3f} bits)"
+    return f"On text it never saw, {needs}{': ' if compared else ''}{compared}."
+
+
+def _compared(value: float, other: float, name: str) -> str:
+    difference = value - other
+    if abs(difference) < 5e-4:
+        return f"as much as {name}"
+    share = f" ({abs(difference) / other:.1%})" if other > 0 else ""
+    return f"<strong>{abs(difference):.3f} {'more' if difference > 0 else 'fewer'}</strong>{share} than {name}"
+
+
+def _label(name: str, config: Config) -> str:
+    """A predictor's name in words."""
+    if numbered := NUMBERED.fullmatch(name):
+        return f"block {numbered[2]} alone" if numbered[1] == "block" else f"path after block {numbered[2]}"
+    known = {"fuse": "fusion block", "euler": "Euler path", "marginal": "mean of several paths", "reference": "end-to-end reference"}
+    return f"composed ({known.get(config.compose, config.compose)})" if name == "composed" else known.get(name, name.replace("_", " "))
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _visible(text: str) -> str:
+    """Control characters as their Unicode pictures: a model of bytes may write any, and a page must not swallow them."""
+    return "".join(chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else "\u2421" if c == "\x7f" else c for c in text)
+
+
+def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], kind: str, strong: int | None = None) -> str:
+    """A table whose first cells name their rows; every cell is escaped here. `strong` is the row that matters most."""
+    head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
+    body = ""
+    for n, (first, *rest) in enumerate(rows):
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+        body += f'<tr{" class=strong" if n == strong else ""}><th scope="row">{html.escape(first)}</th>{cells}</tr>\n'
+    table = f"<caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>"
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{html.escape(caption)}"><table class="{kind}">{table}</table></div>'
+
+
+def _ordered(facts: _Facts) -> list[str]:
+    """Predictors from the simplest to the whole; what `composed` says already is not said twice."""
+    ranks = {"pool": 2, "fuse": 3, "euler": 3, "marginal": 4, "composed": 5, "reference": 6}
+
+    def rank(name: str) -> tuple[int, int]:
+        numbered = NUMBERED.fullmatch(name)
+        return (int(numbered[1] == "euler"), int(numbered[2])) if numbered else (ranks.get(name, 4), 0)
+
+    return sorted((name for name in facts.ce if name != facts.config.compose), key=rank)
+
+
+def _ce_table(facts: _Facts) -> str:
+    names, rows = _ordered(facts), []
+    for name in names:
+        nats = facts.ce[name]
+        per_byte = perplexity(nats)
+        cells = (f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{per_byte:.4f}" if per_byte < 1e6 else f"{per_byte:.1e}")
+        rows.append((_label(name, facts.config), *(cells if math.isfinite(nats) else ("not finite", "", ""))))
+    header = ("", "nats/byte", "bits/byte", "perplexity")
+    return _table("Cross entropy on the valid split", header, rows, "numbers", names.index("composed"))
+
+
+def _block_table(facts: _Facts) -> str:
+    """What each process was given and what it took; columns that no block has are left out."""
+    weights = {n: w for n, w in enumerate(_array(facts.result.get("pool_weights")), 1) if _is_number(w)}
+    columns = {
+        "parameters": {n: f"{v:,.0f}" for n, v in facts.by_block("parameters").items()},
+        "peak memory, MB": {n: f"{v:,.0f}" for n, v in facts.by_block("peak_mb").items()},
+        "seconds": {n: f"{v:,.1f}" for n, v in facts.by_block("seconds").items()},
+        "sigma": {n: f"{low:.3g} to {high:.3g}" for n, (low, high) in facts.ranges.items()},
+        "pool weight": {n: f"{w:.3f}" for n, w in weights.items()},
+        "last loss": {n: f"{curve[-1][1]:.4f}" for n, curve in facts.curves.items()},
+    }
+    shown = {title: cells for title, cells in columns.items() if cells}
+    rows = [(facts.title(n), *(cells.get(n, "–") for cells in shown.values())) for n in facts.trained]
+    return _table("Blocks, each trained in a process of its own", ("", *shown), rows, "numbers")
+
+
+def _settings_table(config: Config) -> str:
+    values = config.model_dump()
+    rows = [
+        (name, f"{values[name]}{'' if values[name] == field.default else ' *'}", field.description or "")
+        for name, field in Config.model_fields.items()
+    ]
+    return _table("An asterisk marks what is not the default.", ("setting", "value", "meaning"), rows, "words")
+
+
+def _panels(rows: int, columns: int = 1, *, least: float = 0) -> list[Axes]:
+    """Empty panels, `least` inches high or more, with only what helps to read: no frame, no tick marks. No rows: for curves."""
+    from matplotlib.figure import Figure
+
+    # The width is one column of the page at 72 points an inch, so that type keeps its size there.
+    figure = Figure(figsize=(5.6, max(0.8 + 0.34 * rows, least)), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, columns, squeeze=False, sharey=True)[0])
+    for axes in panels:
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, pad=6, which="both")
+        axes.grid(axis="x" if rows else "y")
+        if rows:
+            axes.set_ylim(rows - 0.4, -0.6)
+    return panels
+
+
+def _chart(axes: Axes, name: str, title: str, note: str) -> str:
+    """The figure as inline SVG, the same bytes for the same content, with its words beside it."""
+    buffer, figure = io.StringIO(), cast("Figure", axes.figure)
+    figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", buffer.getvalue())  # two charts may hold the same shapes
+    for colour, variable in CSS.items():
+        svg = svg.replace(colour, variable)
+    svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(f"Chart: {title}. {note}")}"', 1)
+    return f'<figure id="{name}"><figcaption><h3>{html.escape(title)}</h3>{html.escape(note)}</figcaption>{svg}</figure>'
+
+
+def _loss_chart(facts: _Facts) -> str:
+    if not facts.curves:
+        return ""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    (axes,) = _panels(0, least=TALL)
+    axes.set_yscale("log")
+    labelled = _thinned(list(facts.curves), 8)
+    for index, curve in facts.curves.items():
+        steps, losses = _smooth(curve)
+        dashes = "--" if index == REFERENCE else "-." if len(BLOCKS) < index <= facts.config.independent else "-"
+        label = facts.title(index) if index in labelled else None
+        axes.plot(steps, losses, dashes, color=facts.colour(index), linewidth=1.6, label=label, marker="o" if len(curve) == 1 else "")
+    low, high = axes.get_ylim()
+    subs = (1, 2, 5) if high > 15 * low else (1, 1.5, 2, 3, 5, 7)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs) if high > 3 * low else MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    axes.set(xlabel="steps", xlim=(0, None))
+    axes.legend(frameon=False)
+    note = "Training cross entropy in nats per byte, smoothed; log axis."
+    if facts.config.objective == "denoise":
+        note += " Each block is measured at its own noise levels, so a lower curve is not a better block."
+    return _chart(axes, "loss", "Loss while training", note)
+
+
+def _smooth(curve: Curve) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Means over stretches, then over neighbours; a loss of 0 is kept on the log axis."""
+    means = np.stack([part.mean(0) for part in np.array_split(np.array(curve), min(MOST_POINTS, len(curve)))])
+    reach = len(means) // 40
+    padded = np.pad(means[:, 1], reach, mode="edge")
+    return means[:, 0], np.convolve(padded, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid").clip(1e-4)
+
+
+def _ce_chart(facts: _Facts) -> str:
+    finite = [name for name in _ordered(facts) if math.isfinite(facts.ce[name])]
+    names = [n for kind in ("block_", "euler_") for n in _thinned([f for f in finite if f.startswith(kind)], MOST_ROWS)]
+    names += [name for name in finite if not NUMBERED.fullmatch(name)]
+    if not names:
+        return ""
+    (axes,) = _panels(len(names), least=TALL)
+    for row, name in enumerate(names):
+        numbered = NUMBERED.fullmatch(name)
+        colour = facts.colour(int(numbered[2])) if numbered else {"composed": ACCENT, "reference": INK}.get(name, MUTED)
+        axes.plot(facts.ce[name], row, "o", color=colour, markersize=9 if name == "composed" else 7)
+        axes.annotate(f"{facts.ce[name]:.3f}", (facts.ce[name], row), (9, 0), textcoords="offset points", va="center")
+    axes.axvline(facts.ce["composed"], color=ACCENT, linewidth=0.8, zorder=0)
+    axes.set_yticks(range(len(names)), [_label(name, facts.config) for name in names])
+    axes.margins(x=0.2)
+    axes.locator_params(axis="x", nbins=5)
+    return _chart(axes, "ce", "Cross entropy on text never seen", "Nats per byte on the valid split; further left is better.")
+
+
+def _range_chart(facts: _Facts) -> str:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    blocks = _thinned(list(facts.ranges), MOST_ROWS)
+    if not blocks:
+        return ""
+    (axes,) = _panels(len(blocks))
+    for row, n in enumerate(blocks):
+        low, high = facts.ranges[n]
+        axes.barh(row, high - low, left=low, height=0.42, color=facts.colour(n))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(range(len(blocks)), [facts.title(n) for n in blocks])
+    return _chart(axes, "ranges", "Noise levels of the blocks", "Range of sigma that each block learns to denoise; log axis.")
+
+
+def _cost_chart(facts: _Facts) -> str:
+    memory, parameters = facts.by_block("peak_mb"), facts.by_block("parameters")
+    note = "interpreter and libraries included"
+    if facts.ranges:  # an even number of charts fills the page
+        return _bars(facts, "cost", "What each process took", f"Peak resident memory, {note}.", {"MB": memory, "parameters": parameters})
+    peak = _bars(facts, "memory", "Memory of each process", f"Peak resident MB, {note}.", {"": memory})
+    return peak + _bars(facts, "parameters", "Parameters of each block", "Numbers that are learned.", {"": parameters})
+
+
+def _bars(facts: _Facts, name: str, title: str, note: str, tables: Mapping[str, Mapping[int, float]]) -> str:
+    """Bars from zero, a row per block, a panel per table."""
+    blocks = _thinned([n for n in facts.trained if any(n in values for values in tables.values())], MOST_ROWS)
+    if not blocks:
+        return ""
+    panels = _panels(len(blocks), len(tables))
+    for axes, (unit, values) in zip(panels, tables.items(), strict=True):
+        for row, n in enumerate(blocks):
+            if n in values:
+                axes.barh(row, values[n], height=0.42, color=facts.colour(n))
+                axes.annotate(_short(values[n]), (values[n], row), (5, 0), textcoords="offset points", va="center")
+        axes.set(xlabel=unit, xticks=[], xlim=(0, (1 + 0.2 * len(tables)) * max([*values.values(), 1e-9])))
+    panels[0].set_yticks(range(len(blocks)), [facts.title(n) for n in blocks])
+    return _chart(panels[0], name, title, note)
+
+
+def _thinned(items: Sequence[Any], most: int) -> list[Any]:
+    """First, last, and evenly between them."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]

@@ -1,0 +1,158 @@
+"""What `blocktrain train` does beside its blocks: the end-to-end reference, then composing and judging the result."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blocktrain.config import Config
+from blocktrain.errors import Interrupted, RunError
+from blocktrain.learning.compose import Model, Sampler, autoregressive
+from blocktrain.learning.data import Bytes, Corpus, Source
+from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
+from blocktrain.learning.noise import noise_levels
+from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_device
+from blocktrain.processes import Channel
+from blocktrain.protocol.events import read_events
+from blocktrain.runs.folder import (
+    Run,
+    block_name,
+    load_block,
+    load_model,
+    load_reference,
+    publish,
+    read_manifest,
+    seal,
+    write_json,
+    write_model_card,
+)
+
+CHECKPOINT_SECONDS = 20.0
+REPORT_SECONDS = 0.2
+SAMPLE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run to be trained here: its folder, settings, corpus, and whether the reference is wanted too."""
+
+    run: Run
+    config: Config
+    source: Source
+    reference: bool = False
+    slots: int = 1
+    threads: int = 1
+
+
+Told = Callable[[int, int, float], None]
+"""(block, steps made, loss)"""
+
+
+def train_reference(channel: Channel, plan: Plan) -> None:
+    """The work of one process: the end-to-end model from its saved state (or its start) to its published weights."""
+    torch.set_num_threads(plan.threads)
+    trainer = Trainer(plan.config, REFERENCE)
+    state = plan.run.state(REFERENCE)
+    if state.exists():
+        try:
+            trainer.load(state)
+        except RunError:
+            channel.send(kind="state_lost")
+    said = saved = time.monotonic()
+    losses: list[float] = []
+    for step, loss in trainer.run(plan.source.open().train, plan.config.steps):
+        losses.append(loss)
+        now = time.monotonic()
+        if now - said > REPORT_SECONDS or step == plan.config.steps:
+            channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
+            said, losses = now, []
+        if channel.stopped:
+            trainer.save(state)
+            raise Interrupted("told to stop; what it had is saved: continue with --resume")
+        if now - saved > CHECKPOINT_SECONDS:
+            trainer.save(state)
+            saved = now
+    channel.send(kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb())
+    publish(plan.run, REFERENCE, trainer.block)
+    state.unlink(missing_ok=True)
+
+
+def peak_mb() -> float:
+    """Most resident memory this process ever had, in MB, interpreter and libraries included."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would start from what the parent had
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return round(int(line.split()[1]) * 1024 / 1e6, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+
+
+def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
+    """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
+    corpus = plan.source.open()
+    device = pick_device(plan.config.device)
+    fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
+    model = load_model(plan.run.folder, device)
+    result = _judge(plan, corpus, model, progress)
+    write_model_card(plan.run, plan.config, result)
+    write_json(plan.run.folder / "result.json", result)
+    return result
+
+
+def fit_and_seal(run: Run, config: Config, data: str, calibration: Bytes, device: torch.device | None = None) -> None:
+    """Fit the pool where blocks predict without noise, and declare the model of a run folder complete."""
+    weights = None
+    if config.skip == "exact" or config.objective == "next":
+        blocks = [load_block(run, config, n, device or torch.device("cpu")) for n in range(1, config.independent + 1)]
+        weights = fit_pool_weights(Model(config, blocks), calibration)
+    seal(run, config, data, weights)
+
+
+def evaluate_run(folder: Path, model: Model, split: Bytes, *, draws: int, progress: Progress) -> dict[str, float]:
+    """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
+    reference = load_reference(read_manifest(folder), model.device)
+    ce = evaluate(model, split, seed=model.config.seed, draws=draws, progress=progress)
+    return ce if reference is None else {**ce, "reference": evaluate_alone(reference, split, model.config.context)}
+
+
+def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
+    config = plan.config
+    ce = evaluate_run(plan.run.folder, model, corpus.valid, draws=1, progress=progress)
+    work = _work_done(plan.run)
+    prompt = bytes(corpus.valid[: config.context // 2])
+    sampler = Sampler(config.seed, temperature=0.8)
+    with one_thread():
+        written = list(autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device))
+    return {
+        "valid_ce": {name: round(value, 5) for name, value in ce.items()},
+        "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
+        "corpus": {"name": corpus.name, "train_bytes": len(corpus.train), "valid_bytes": len(corpus.valid)},
+        "parameters": {block_name(n): _parameters(plan, n) for n in range(config.blocks + 1) if plan.run.weights(n).exists()},
+        "pool_weights": None if model.pool_weights is None else [round(float(w), 4) for w in model.pool_weights],
+        "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)] if config.objective == "denoise" else None,
+        "seconds": {block_name(n): round(sum(seconds for seconds, _ in done), 1) for n, done in sorted(work.items())},
+        "peak_mb": {block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())},
+        "sample": {"prompt": prompt.decode("utf-8", "replace"), "text": bytes(written).decode("utf-8", "replace"), "temperature": 0.8},
+    }
+
+
+def _work_done(run: Run) -> dict[int, list[tuple[float, float]]]:
+    """By block, the seconds and the peak memory of all that was trained of it, however often the run was stopped."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for event in read_events(run.events):
+        match event:
+            case {"kind": "trained", "block": int(block), "seconds": int() | float() as seconds, "peak_mb": int() | float() as peak}:
+                before = [] if block == REFERENCE else found.get(block, [])  # the reference tells of all its steps at once
+                found[block] = [*before, (seconds, peak)]
+    return found
+
+
+def _parameters(plan: Plan, index: int) -> int:
+    return sum(p.numel() for p in load_block(plan.run, plan.config, index, torch.device("cpu")).parameters())

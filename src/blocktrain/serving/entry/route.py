@@ -1,0 +1,164 @@
+"""Which stage to ask for which block: the lines to all stages of a route, the nearest holder, and who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.protocol.frames import Why
+from blocktrain.serving.line.lines import Access, StageLine, StageLost, StageRefused
+
+QUEUE_MS = 2.0  # what a RUN that waits there counts for, beside a round trip
+WRONG = frozenset({Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL})  # somebody has to change something
+GHOST_SECONDS = 10.0  # unreachable for so long: nobody waits for it any more; its line still tries to come back
+LOOK_SECONDS = 5.0  # between two looks where the stages are, if somebody has to be asked
+
+Find = Callable[[str], Awaitable[Sequence[str]]]
+"""Where the stages of the model with this hash are now."""
+
+
+class Holder(Protocol):
+    """A stage as far as choosing among several looks at it."""
+
+    name: str
+    blocks: tuple[int, ...]
+    rtt_ms: float
+    queue: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked now."""
+
+
+H = TypeVar("H", bound=Holder)
+
+
+def distance_ms(holder: Holder) -> float:
+    """How long it takes until it begins with what it is asked."""
+    return holder.rtt_ms + QUEUE_MS * holder.queue
+
+
+def nearest(holders: Iterable[H], block: int, avoid: Collection[str] = ()) -> H | None:
+    """The living holder of a block that is soonest to answer."""
+    able = [h for h in holders if h.alive and block in h.blocks and h.name not in avoid]
+    return min(able, key=lambda h: (distance_ms(h), h.name), default=None)
+
+
+def chain(holders: Iterable[H], blocks: int) -> list[H]:
+    """Living stages one after another that hold blocks 1 to `blocks`, each once; empty if there are none."""
+    able = [h for h in holders if h.alive and h.blocks]
+    found: list[H] = []
+    following = 1
+    while following <= blocks:
+        next_ = min((h for h in able if h.blocks[0] == following), key=lambda h: (-len(h.blocks), distance_ms(h)), default=None)
+        if next_ is None or next_.blocks[-1] > blocks:
+            return []
+        found.append(next_)
+        following = next_.blocks[-1] + 1
+    return found
+
+
+def parse_route(text: str) -> tuple[str, ...]:
+    """host:port,host:port as names."""
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    if len(set(names)) != len(names):
+        raise ConfigError(f"--route {text!r} names a stage twice; name each once")
+    return names
+
+
+class Route:
+    """Warm lines to all stages that were named, or that are found."""
+
+    def __init__(self, stages: Sequence[str] | Find, access: Access) -> None:
+        self.lines: list[StageLine] = []
+        self._access = access
+        self._find = stages if callable(stages) else None
+        self._looking: asyncio.Task[None] | None = None
+        self._since: dict[str, float] = {}  # when each last came or went
+        self._news = asyncio.Event()
+        for name in () if callable(stages) else stages:
+            self._add(name)
+
+    def _add(self, name: str) -> None:
+        line = StageLine(name, self._access)
+        line.on_change = self._changed
+        self.lines.append(line)
+
+    async def start(self, seconds: float) -> None:
+        """Connect to all of them. A named one that serves something else is an error; those that do not answer in time may come later."""
+        if self._find is not None:
+            await self._follow(await self._find(self._access.model))
+            self._looking = asyncio.create_task(self._look(self._find))
+
+        async def ready(line: StageLine) -> None:
+            try:
+                await line.ready(seconds)
+            except StageLost:
+                pass
+            except StageRefused as refused:
+                if refused.code in WRONG and self._find is None:
+                    raise
+
+        await asyncio.gather(*(ready(line) for line in self.lines))
+
+    async def aclose(self) -> None:
+        """Hang up."""
+        if self._looking is not None:
+            self._looking.cancel()
+        await asyncio.gather(*(line.aclose() for line in self.lines))
+
+    async def _look(self, find: Find) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with contextlib.suppress(BlockTrainError):  # lines stand also while nobody can be asked for new ones
+                await self._follow(await find(self._access.model))
+
+    async def _follow(self, found: Sequence[str]) -> None:
+        """Dial those that are new; forget the ghosts that are found no more."""
+        known, now = {line.name for line in self.lines}, asyncio.get_running_loop().time()
+        for name in found:
+            if name not in known:
+                with contextlib.suppress(ConfigError):  # no address: whoever told it may tell anything
+                    self._add(name)
+                    self.lines[-1].start()
+        gone = [line for line in self.lines if line.name not in found and not line.alive]
+        for line in [line for line in gone if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS]:
+            self.lines.remove(line)
+            await line.aclose()
+
+    def pick(self, block: int, avoid: Collection[str] = ()) -> StageLine | None:
+        """Whom to ask for a block now."""
+        return nearest(self.lines, block, avoid)
+
+    def held(self) -> set[int]:
+        """Blocks that some living stage holds."""
+        return {block for line in self.lines if line.alive for block in line.blocks}
+
+    def gone_for(self, block: int) -> float:
+        """Seconds since the last holder of a block went; infinite if there never was one, or it is a ghost."""
+        now = asyncio.get_running_loop().time()
+        gone = [now - self._since.get(line.name, -math.inf) for line in self.lines if block in line.blocks and not line.alive]
+        seconds = min(gone, default=math.inf)
+        return seconds if seconds < GHOST_SECONDS else math.inf
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until a stage comes or goes, or so long."""
+        news = self._news
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(news.wait(), seconds)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Every stage as it is now."""
+        names = ("name", "alive", "queue", "failures", "bytes_in", "bytes_out")
+        return [
+            {n: getattr(line, n) for n in names} | {"blocks": list(line.blocks), "rtt_ms": round(line.rtt_ms, 3)} for line in self.lines
+        ]
+
+    def _changed(self, line: StageLine) -> None:
+        self._since[line.name] = asyncio.get_running_loop().time()
+        news, self._news = self._news, asyncio.Event()
+        news.set()

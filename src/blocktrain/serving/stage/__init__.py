@@ -1,0 +1,1 @@
+"""A process that serves blocks over TCP."""

@@ -1,0 +1,142 @@
+"""The one thread of a stage that computes: works through what waits, several sessions at a time, and hands results back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from blocktrain.learning.compose import PIECE
+from blocktrain.serving.holding import Holding, Part
+from blocktrain.serving.line.wire import DTYPES, tensor_bytes
+from blocktrain.serving.stage.sessions import Session, Work
+
+log = logging.getLogger("blocktrain.stage")
+
+
+class Compute:
+    """`put` work from the event loop; `done` is called there with what is finished, failed, or no longer wanted."""
+
+    def __init__(self, holding: Holding, done: Callable[[list[Work]], None], threads: int = 1) -> None:
+        self._holding, self._done, self._threads = holding, done, threads
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._turns: deque[Session] = deque()  # sessions with work, in the order of their turns
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin; results go to the loop that is running now."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        """To be done after what the session has put before."""
+        self._inbox.put(work)
+
+    def stop(self) -> None:
+        """End after the round that is under way."""
+        self._inbox.put(None)
+
+    def join(self) -> None:
+        """Wait for the end."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._collect():
+                if not self._tell(self._round()):
+                    return
+
+    def _tell(self, finished: list[Work]) -> bool:
+        """Hand over what is finished; False if nobody is interested any more.
+
+        This thread keeps nothing of it: its sessions may end while it waits for more, and their caches are to be freed then.
+        """
+        try:
+            if finished:
+                self._loop.call_soon_threadsafe(self._done, finished)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    def _collect(self) -> bool:
+        """Take over what waits, or wait for something; False at the end."""
+        try:
+            while True:
+                work = self._inbox.get(block=not self._turns)
+                if work is None:
+                    return False
+                if not work.session.works:
+                    self._turns.append(work.session)
+                work.session.works.append(work)
+        except queue.Empty:
+            return True
+
+    def _round(self) -> list[Work]:
+        """One forward for as many sessions as fit, each with its oldest work; returns what is finished."""
+        chosen: list[tuple[Work, int]] = []
+        over: list[Work] = []
+        room = PIECE  # rows: BLAS may sum longer products in another order
+        for _ in range(len(self._turns)):
+            session = self._turns.popleft()
+            while session.works and (session.closed or session.works[0].dropped):
+                over.append(session.works.popleft())
+            if not session.works:
+                continue
+            work = session.works[0]
+            rows = min(work.run.count - work.read, PIECE) if self._holding.in_pieces else work.run.count
+            if chosen and (rows > room or not self._holding.in_pieces):
+                self._turns.appendleft(session)
+                break
+            chosen.append((work, rows))
+            room -= rows
+        if chosen:
+            self._compute(chosen)
+        for work, _ in chosen:
+            if work.result is not None or work.failed:
+                over.append(work.session.works.popleft())
+            if work.session.works:
+                self._turns.append(work.session)
+        return over
+
+    def _compute(self, chosen: Sequence[tuple[Work, int]]) -> None:
+        began = time.perf_counter()
+        try:
+            for (work, rows), found in zip(chosen, self._holding.work([self._part(*c) for c in chosen]), strict=True):
+                work.found.append(found)
+                work.read += rows
+                if work.read == work.run.count:
+                    whole = work.found[0] if len(work.found) == 1 else torch.cat(work.found, dim=1)
+                    work.count = whole.shape[1]
+                    work.result = tensor_bytes(whole, work.session.wire)
+                    work.found = []
+        except Exception:  # whatever it was: these sessions are told, the others live on
+            log.exception("could not compute a result")
+            for work, _ in chosen:
+                work.result, work.failed = None, True
+        seconds = time.perf_counter() - began
+        for work, _ in chosen:
+            work.seconds += seconds
+
+    def _part(self, work: Work, rows: int) -> Part:
+        session, run, width = work.session, work.run, self._holding.state_width
+        if session.memory is None:
+            session.memory = self._holding.fresh(session.blocks)
+        ids = torch.frombuffer(work.payload, dtype=torch.uint8, offset=len(work.payload) - run.count)
+        own = slice(work.read, work.read + rows)
+        state = None
+        if width:
+            state = torch.frombuffer(work.payload, dtype=DTYPES[session.wire], count=run.count * width)
+            state = state.view(1, run.count, width)[:, own].float()
+        # Of the positions wanted, those in this piece; what is passed on is passed on whole.
+        wanted = run.count if session.forwards or not run.wanted else run.wanted
+        here = max(0, min(rows, work.read + rows - (run.count - wanted)))
+        return Part(session.memory, session.blocks, run.start + work.read, ids[own].long()[None], state, run.tail, here)

@@ -1,0 +1,123 @@
+"""A session as its stage sees it: the shape it was opened with, and which RUN may come next. No I/O, no torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from blocktrain.errors import ConfigError
+from blocktrain.protocol.frames import ITEM, Buffer, FrameError, Kind, Open, Run, Topology, Why, Wire
+from blocktrain.serving.line.address import parse_address
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from blocktrain.serving.holding import Holding
+    from blocktrain.serving.stage.peer import Peer
+
+
+@dataclass(eq=False)
+class Work:
+    """A RUN on its way through the computing thread."""
+
+    session: Session
+    sequence: int
+    run: Run
+    payload: Buffer  # state, then ids
+    peer: Peer | None = None  # by which it came
+    dropped: bool = False  # a newer epoch made it useless
+    read: int = 0  # positions done
+    found: list[Tensor] = field(default_factory=list)
+    result: memoryview | None = None
+    count: int = 0  # positions in the result
+    failed: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Session:
+    """Its number, its shape, what it has been told, and what the computing thread keeps for it."""
+
+    number: int
+    owner: Peer  # the connection that opened it, and gets the answers
+    topology: Topology
+    wire: Wire
+    most: int
+    blocks: tuple[int, ...]
+    item: int  # bytes per position of a RUN
+    remembers: bool
+    next: str
+    used: float  # when something last came
+    sequence: int = 0
+    epoch: int = 0
+    known: int = 0  # positions that a RUN may follow
+    waiting: list[Work] = field(default_factory=list)  # without an answer
+    closed: bool = False
+    memory: Any = None  # this and the next: the computing thread's alone
+    works: deque[Work] = field(default_factory=deque)
+
+    @property
+    def forwards(self) -> bool:
+        """Whether another stage goes on with the result."""
+        return bool(self.next)
+
+    @property
+    def most_payload(self) -> int:
+        """Bytes that a RUN may have."""
+        return self.most * self.item
+
+    def admit(self, sequence: int, run: Run, payload: Buffer, *, gaps: bool = False) -> Work | None:
+        """The work of a RUN; None if it is late and to be ignored; FrameError if it does not fit.
+
+        `gaps`: it comes from a stage, which does not pass on what a newer epoch has overtaken.
+        """
+        if sequence <= self.sequence:
+            raise FrameError(Why.DUPLICATED, f"sequence {sequence} after {self.sequence}")
+        if sequence != self.sequence + 1 and not gaps:
+            raise FrameError(Why.OUT_OF_ORDER, f"sequence {sequence} after {self.sequence}")
+        if not 1 <= run.count <= self.most or run.start + run.count > self.most or len(payload) != run.count * self.item:
+            raise FrameError(Why.WRONG_SHAPE, f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} of {self.most}")
+        if run.wanted > run.count or run.tail > run.count or (run.tail and self.remembers):
+            raise FrameError(Why.WRONG_SHAPE, f"{run.wanted} wanted, a tail of {run.tail}, of {run.count}")
+        self.sequence = sequence
+        if run.epoch < self.epoch:
+            return None
+        if run.start > (self.known if self.remembers else 0):
+            raise FrameError(Why.WRONG_START, f"position {run.start} after {self.known if self.remembers else 0}")
+        if run.epoch > self.epoch:  # what waits and would be forgotten at once need not be computed
+            for work in self.waiting:
+                work.dropped = work.dropped or work.run.start >= run.start
+        self.epoch, self.known = run.epoch, run.start + run.count
+        work = Work(self, sequence, run, payload)
+        self.waiting.append(work)
+        return work
+
+
+def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: float) -> Session:
+    """The session that an OPEN asks for, or FrameError."""
+    facts = holding.facts
+    if asked.topology != holding.topology:
+        raise FrameError(Why.NOT_FOR_RING if asked.topology == "ring" else Why.NOT_FOR_FAN)
+    blocks = asked.blocks or facts.blocks
+    if missing := [n for n in blocks if n not in facts.blocks]:
+        raise FrameError(Why.NOT_HERE, f"block {missing[0]}")
+    if blocks != tuple(sorted(set(blocks))) or (asked.topology == "ring" and blocks != facts.blocks):
+        raise FrameError(Why.WRONG_SHAPE, f"blocks {blocks} of {facts.blocks}")
+    width = holding.pass_width if asked.topology == "ring" else facts.width
+    if asked.width != width or not 1 <= asked.most <= facts.context:
+        raise FrameError(Why.WRONG_SHAPE, f"width {asked.width} and {asked.most} positions instead of {width} and up to {facts.context}")
+    if asked.next:
+        if holding.last:
+            raise FrameError(Why.WRONG_SHAPE, "nothing comes after the last block")
+        try:
+            parse_address(asked.next)
+        except ConfigError as error:
+            raise FrameError(Why.WRONG_SHAPE, str(error)) from None
+    item = 1 + holding.state_width * ITEM[asked.wire]
+    return Session(number, owner, asked.topology, asked.wire, asked.most, blocks, item, holding.remembers, asked.next, now)
+
+
+def most_payload(holding: Holding, kind: Kind) -> int:
+    """The largest payload that any session could send here: what is read over when its session is gone."""
+    return holding.facts.context * (1 + 4 * holding.state_width) if kind == Kind.RUN else 0

@@ -1,0 +1,1 @@
+"""Ledger and blobs behind one contract."""

@@ -1,0 +1,218 @@
+"""What happens in a run, as numbered events: appended to a log that people keep, and told at once to whoever listens.
+
+The log is for people. A disk that takes no more of it stops nothing: events are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blocktrain.protocol.events import EventLog
+
+EVENTS = "events.jsonl"  # in the coordinator's folder
+MAX_HISTORY = 5000  # events that a newcomer is told; above that the oldest of the frequent kinds are left out
+FREQUENT = ("update", "task", "refused")
+MAX_BEHIND = 2000  # events that a listener may be behind
+_KIND = re.compile(r"[a-z]{1,20}\Z")
+_HEAD = re.compile(rb'\{"seq": (\d{1,16}), "time": [^,"]+, "kind": "([a-z]+)"')
+
+
+class Event(NamedTuple):
+    """One event; the line is its JSON, without the line feed."""
+
+    seq: int
+    kind: str
+    line: bytes
+
+    @property
+    def value(self) -> dict[str, Any]:
+        """The line, parsed."""
+        return json.loads(self.line)
+
+
+def as_event(line: bytes) -> Event | None:
+    """An event of a log, or None if this is none."""
+    line = line.rstrip()
+    if (found := _HEAD.match(line)) and line.endswith(b"}"):
+        return Event(int(found[1]), found[2].decode(), line)
+    try:  # written by another hand
+        value = json.loads(line)
+        seq, kind = value["seq"], value["kind"]
+        return Event(seq, kind, json.dumps(value).encode()) if type(seq) is int and seq > 0 and _KIND.match(kind) else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+class History:
+    """Where the events of a log are. Knows every rare event and the newest frequent ones; the lines themselves stay on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seqs, self._places = array("Q"), array("Q")  # of rare events
+        self._frequent: deque[tuple[int, int]] = deque(maxlen=MAX_HISTORY)
+        self._passed = 0  # frequent events that were ever noted
+        self.last = 0  # seq
+
+    def note(self, event: Event, place: int) -> None:
+        """One more event of the log."""
+        self.last = event.seq
+        if event.kind in FREQUENT:
+            self._passed += 1
+            self._frequent.append((event.seq, place))
+        else:
+            self._seqs.append(event.seq)
+            self._places.append(place)
+
+    def scan(self) -> Iterator[Event]:
+        """Note all that is in the log, telling each."""
+        place = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                event = as_event(line) if line.endswith(b"\n") else None
+                if event is not None and event.seq > self.last:
+                    self.note(event, place)
+                    yield event
+                place += len(line)
+
+    def after(self, seq: int) -> tuple[list[int], int]:
+        """Places of the events that a listener who knows those up to `seq` is told, and how many are left out."""
+        first = bisect_right(self._seqs, seq)
+        rare = list(zip(self._seqs[first:], self._places[first:], strict=True))
+        frequent = [found for found in self._frequent if found[0] > seq]
+        count = len(frequent) if len(frequent) < len(self._frequent) else self._passed
+        kept = frequent[len(frequent) - min(len(frequent), max(0, MAX_HISTORY - len(rare))) :]
+        return [place for _, place in sorted(rare + kept)], count - len(kept)
+
+    def read(self, places: list[int]) -> Iterator[Event]:
+        """The events at these places; none, if somebody has taken the log away."""
+        with suppress(OSError), self._path.open("rb") as file:
+            for place in places:
+                file.seek(place)
+                if (event := as_event(file.readline())) is not None:
+                    yield event
+
+
+class Listener:
+    """Events that one reader has not taken yet. When it is `gone`, or has left too many lying, it gets no more."""
+
+    def __init__(self, wake: Callable[[], None] = lambda: None, kinds: Container[str] | None = None) -> None:
+        self._wake, self._kinds = wake, kinds
+        self._waiting: list[Event] = []
+        self._mutex = threading.Lock()
+        self.gone = False
+
+    def offer(self, event: Event) -> None:
+        """One more; called by the feed."""
+        if self.gone or (self._kinds is not None and event.kind not in self._kinds):
+            return
+        with self._mutex:
+            if len(self._waiting) >= MAX_BEHIND:
+                self.gone = True
+                self._waiting.clear()
+            else:
+                self._waiting.append(event)
+        self._wake()
+
+    def take(self) -> list[Event]:
+        """All that are waiting."""
+        with self._mutex:
+            taken, self._waiting = self._waiting, []
+        return taken
+
+
+class Feed:
+    """Numbers events, appends them to the log and tells the listeners; never raises, whatever the disk does."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._mutex = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._log: EventLog | None = None
+        self._history = History(path or Path())
+        self._last = 0
+        self.dropped = 0  # events that are not in the log
+        self.problem = ""  # why, for people
+        self.states: dict[str, str] = {}  # by worker: what was told of it last
+        self.scores: dict[str, float] = {}  # the newest
+        self._path = path
+        if path is not None:
+            self._open(path)
+
+    def _open(self, path: Path) -> None:
+        try:
+            self._log = EventLog(path)
+            for event in self._history.scan():
+                if event.kind in ("worker", "score"):
+                    with suppress(ValueError, TypeError, AttributeError):  # whoever has edited the log, the run must start
+                        self._remember(event.value)
+        except OSError as error:
+            self._drop(error)
+        self._last = self._history.last
+
+    def _remember(self, value: dict[str, Any]) -> None:
+        if value["kind"] == "worker":
+            self.states[value.get("worker", "")] = value.get("state", "")
+        elif value["kind"] == "score":
+            self.scores = dict(value.get("scores", {}))
+
+    def _drop(self, error: OSError) -> None:
+        self.dropped += 1
+        self.problem = f"cannot write {self._path}: {error.strerror or error}; the run goes on, and what happens is missing in this log"
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was ever told."""
+        return self._last == 0
+
+    def put(self, kind: str, **fields: Any) -> None:
+        """Something happened."""
+        with self._mutex:
+            self._last += 1
+            value = {"seq": self._last, "time": round(time.time(), 3), "kind": kind, **fields}
+            event = Event(self._last, kind, json.dumps(value).encode())
+            self._remember(value)
+            self._store(event)
+            for listener in self._listeners:
+                listener.offer(event)
+            self._forget_gone()
+
+    def _store(self, event: Event) -> None:
+        if self._log is None:
+            self.dropped += 1
+            return
+        try:
+            self._history.note(event, self._log.append(event.line + b"\n"))
+        except OSError as error:
+            self._drop(error)
+
+    def listen(self, listener: Listener, after: int = 0) -> tuple[list[int], int, int]:
+        """From now on tell the listener; gives the places of what it has missed, how many are left out of them, and the last number."""
+        with self._mutex:
+            self._forget_gone()
+            self._listeners.append(listener)
+            known = after if after <= self._last else 0  # a number that was never given: it comes from another log
+            return *self._history.after(known), self._last
+
+    def _forget_gone(self) -> None:
+        if any(listener.gone for listener in self._listeners):
+            self._listeners = [listener for listener in self._listeners if not listener.gone]
+
+    def read(self, places: list[int]) -> Iterator[Event]:
+        """The events at places that `listen` gave."""
+        return self._history.read(places)
+
+    def close(self) -> None:
+        """Nothing more will happen."""
+        with self._mutex:
+            if self._log is not None:
+                self._log.close()
+                self._log = None

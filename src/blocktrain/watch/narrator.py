@@ -1,0 +1,182 @@
+"""What a run commits, as events for people: entries of the ledger, workers that come and go, refusals. Decides nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from blocktrain.coordinator.rounds import is_alive, target_replicas
+from blocktrain.protocol.messages import PROTOCOL
+from blocktrain.watch.feed import Feed
+
+if TYPE_CHECKING:
+    from blocktrain.coordinator.run import LiveRun
+
+FOLD_SECONDS = 1.0  # refusals of one code and worker within this time are one event
+LOOK_SECONDS = 1.0  # how often it is looked who is lost or back
+GONE = ("left", "lost", "kicked")
+TOLD = ("join", "lease", "expire", "update", "version", "round", "kick", "finish")  # entries of the ledger that are events
+
+Body = dict[str, Any]
+
+
+@dataclass
+class _Fold:
+    since: float
+    sentence: str
+    block: int
+    count: int = 0
+
+
+class Teller:
+    """Puts what happens into a feed. The caller holds the run's lock, except for `refused`."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self._folds: dict[tuple[str, str], _Fold] = {}
+        self._mutex = threading.Lock()  # of the folds: refusals come from the door
+        self._looked = self._since = 0.0
+
+    def began(self, live: LiveRun) -> None:
+        """A run, new or taken up again."""
+        config, again = live.config, {} if self.feed.empty else {"restart": True}
+        self._since = live.clock()
+        self.feed.put(
+            "run",
+            run=live.run.run,
+            fingerprint=live.run.fingerprint,
+            corpus=live.run.corpus.name,
+            blocks=config.blocks,
+            fusion=config.blocks if config.compose == "fuse" else None,
+            steps=config.steps,
+            compose=config.compose,
+            compression=live.policy.compression,
+            task_seconds=live.policy.task_seconds,
+            protocol=PROTOCOL,
+            **again,
+        )
+
+    def committed(self, live: LiveRun, kind: str, body: Body) -> None:
+        """An entry of the ledger; the run's state is the one after it."""
+        if kind in TOLD:
+            getattr(self, f"_{kind}")(live, body)
+
+    def left(self, live: LiveRun, worker: str) -> None:
+        """A worker went of its own will."""
+        self._worker(live, worker, "left")
+
+    def _worker(self, live: LiveRun, worker: str, state: str, reason: str = "") -> None:
+        known = live.known.get(worker)
+        name, device = known.name if known else "", live.recall.devices.get(worker, "")
+        self.feed.put("worker", worker=worker, name=name, device=device, state=state, reason=reason)
+
+    def _join(self, live: LiveRun, body: Body) -> None:
+        self._worker(live, body["worker"], "joined")
+
+    def _kick(self, live: LiveRun, body: Body) -> None:
+        self._worker(live, body["worker"], "kicked", body["reason"])
+
+    def _finish(self, _: LiveRun, body: Body) -> None:
+        self.feed.put("finish", reason=body["reason"])
+
+    def _lease(self, live: LiveRun, body: Body) -> None:
+        order = body["order"]
+        now, current = live.clock(), live.state.blocks[order["block"]].round
+        self.feed.put(
+            "task",
+            worker=body["worker"],
+            block=order["block"],
+            task=order["task"],
+            base=order["base"],
+            steps=order["steps"],
+            deadline=None if current.deadline is None else _moment(current.deadline - now),
+            target=target_replicas(now, live.state, live.options, order["block"]),
+        )
+
+    def _expire(self, live: LiveRun, body: Body) -> None:
+        lease = live.state.leases.get(body["task"])
+        block = lease.block if lease else 0
+        version = live.state.blocks[block].version if lease else 0
+        known = {"worker": body["worker"], "task": body["task"]}
+        self.feed.put("round", block=block, version=version, outcome="expired", deadline=None, reason=body["reason"], **known)
+
+    def _update(self, live: LiveRun, body: Body) -> None:
+        said = body["submission"]
+        same = ("worker", "block", "task", "base", "staleness", "weight", "steps", "tokens")
+        self.feed.put(
+            "update",
+            **{name: body[name] for name in same},
+            version=live.state.blocks[body["block"]].version,
+            bytes=body["size"],
+            loss_before=said["loss_before"],
+            loss_after=said["loss_after"],
+            seconds=round(body["seconds"] or 0.0, 3),
+            sentence=body.get("sentence", ""),
+        )
+
+    def _round(self, _: LiveRun, body: Body) -> None:
+        # One that was closed empty has no clock until its next task.
+        deadline = _moment(body["seconds"]) if body["event"] == "extended" else None
+        self.feed.put(
+            "round", block=body["block"], version=body["version"], outcome=body["event"], deadline=deadline, reason=body["reason"]
+        )
+
+    def _version(self, live: LiveRun, body: Body) -> None:
+        self.feed.put(
+            "version",
+            **{name: body[name] for name in ("block", "version", "steps", "tokens", "loss")},
+            updates=len(body["parts"]),
+            clipped=sum(part["scale"] < 1 for part in body["parts"]),
+            dropped=body["dropped"],
+            reason=body["reason"],
+            bytes_in=live.moved[0],
+            bytes_out=live.moved[1],
+            weights=body["weights"]["sha256"],
+            length=body["weights"]["length"],
+        )
+
+    def score(self, live: LiveRun, fields: Body) -> None:
+        """The newest versions were scored."""
+        self.feed.put("score", **fields, bytes_in=live.moved[0], bytes_out=live.moved[1])
+
+    def refused(self, code: str, sentence: str, worker: str = "", block: int = 0) -> None:
+        """Somebody was told no. Only remembered here: this is the way of every call, and a stranger may make many."""
+        with self._mutex:
+            fold = self._folds.setdefault((code, worker), _Fold(time.monotonic(), sentence, block))
+            fold.count += 1
+
+    def look(self, live: LiveRun, now: float) -> None:
+        """What passes with time: workers that are lost or back, refusals that were folded long enough."""
+        self.flush(FOLD_SECONDS)
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        for name, worker in live.state.workers.items():
+            told = self.feed.states.get(name)
+            alive = is_alive(now, live.state, live.options, name)
+            if alive and told in ("left", "lost") and worker.seen >= self._since:  # a restart takes all to have been seen just before
+                self._worker(live, name, "back")
+            elif not alive and not worker.kicked and told not in GONE:
+                self._worker(live, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
+
+    def flush(self, older: float = 0.0) -> None:
+        """Tell of the refusals that began so many seconds ago."""
+        if not self._folds:
+            return
+        with self._mutex:
+            due = [key for key, fold in self._folds.items() if time.monotonic() - fold.since >= older]
+            folds = [(*key, self._folds.pop(key)) for key in due]
+        for code, worker, fold in folds:
+            self.feed.put("refused", code=code, sentence=fold.sentence, worker=worker, block=fold.block, count=fold.count)
+
+    def close(self) -> None:
+        """The run is in other hands now."""
+        self.flush()
+        self.feed.close()
+
+
+def _moment(seconds: float) -> float:
+    """So many seconds from now, in unix time."""
+    return round(time.time() + seconds, 3)

@@ -1,0 +1,155 @@
+"""Scores a run's versions beside it: a child process of low priority computes, a thread here asks it and tells the feed.
+
+Nothing waits for it. Its death or slowness costs scores, never updates.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from blocktrain.coordinator.calls import Coordinator
+from blocktrain.errors import BlockTrainError
+from blocktrain.watch.feed import Listener
+
+MODULE = "blocktrain.watch.scorer"
+PAUSE_SECONDS = 10.0
+PAUSE_FACTOR = 5  # of the time that the last scoring took
+MAX_FAILURES = 3  # in a row, before scoring is given up
+
+Request = dict[str, Any]
+
+
+class Scorer:
+    """Scores at once, then when there are new versions and enough time has passed, and once more when the run is over."""
+
+    def __init__(
+        self, coordinator: Coordinator, score_bytes: int, told: Callable[[str], None] = lambda _: None, pause: float = PAUSE_SECONDS
+    ) -> None:
+        self._coordinator, self._bytes, self._told, self._pause = coordinator, score_bytes, told, pause
+        self._news, self._settled, self._stopped = threading.Event(), threading.Event(), False
+        self._listener = Listener(self._news.set, kinds=("version", "finish"))
+        self._child: subprocess.Popen[str] | None = None
+        self._mutex = threading.Lock()  # of the child: it is started by one thread and ended by another
+        self._thread = threading.Thread(target=self._work, name="scores", daemon=True)
+
+    @property
+    def process(self) -> int | None:
+        """The child's process id, if there is one."""
+        return self._child.pid if self._child else None
+
+    def start(self) -> None:
+        """Begin."""
+        self._coordinator.feed.listen(self._listener)
+        self._thread.start()
+
+    def settle(self, seconds: float) -> None:
+        """Wait, but not longer, until the last versions of a finished run are scored or never will be."""
+        self._settled.wait(seconds)
+
+    def close(self) -> None:
+        """End it and its process."""
+        self._listener.gone = True
+        with self._mutex:
+            self._stopped = True
+            if self._child is not None:
+                self._child.kill()
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join(5)
+
+    def _work(self) -> None:
+        due, failures = 0.0, 0
+        scored: list[str] | None = None
+        try:
+            while (request := self._next(due, scored)) is not None:
+                scored, began = request["weights"], time.monotonic()
+                answer = self._ask(request)
+                failures = failures + 1 if "error" in answer else 0
+                if failures >= MAX_FAILURES and not self._stopped:
+                    self._told(f"scoring is given up: {answer['error']}; the run goes on without scores")
+                    return
+                if failures:
+                    scored = None
+                else:
+                    self._coordinator.feed.put("score", **answer, **request["event"])
+                due = time.monotonic() + max(self._pause, PAUSE_FACTOR * (time.monotonic() - began))
+        except BlockTrainError:
+            pass  # the run is being closed
+        finally:
+            self._settled.set()
+
+    def _next(self, due: float, scored: list[str] | None) -> Request | None:
+        """What to score next, when it is time; None: nothing any more."""
+        while not self._stopped:
+            self._news.clear()
+            self._listener.take()
+            over = self._coordinator.finished is not None
+            left = due - time.monotonic()
+            if left > 0 and not over:
+                self._news.wait(left)
+                continue
+            request = self._request()
+            if request["weights"] != scored:
+                return request
+            if over:
+                self._settled.set()
+            self._news.wait()
+        return None
+
+    def _request(self) -> Request:
+        live = self._coordinator.live
+        with live.lock:
+            newest = [live.newest(index) for index in sorted(live.state.blocks)]
+            features = live.recall.features.get(live.config.blocks, ()) if live.config.compose == "fuse" else ()
+            moved = {"bytes_in": live.moved[0], "bytes_out": live.moved[1]}
+
+        def path(name: str) -> str:
+            return str(live.store.blobs.path(name))
+
+        event: dict[str, Any] = {"versions": {str(found.block): found.version for found in newest}, **moved}
+        if features:
+            event["features"] = {str(pin.block): pin.version for pin in features}
+        return {
+            "ask": {
+                "config": dict(live.run.config),
+                "train": path(live.run.corpus.train.sha256),
+                "valid": path(live.run.corpus.valid.sha256),
+                "bytes": self._bytes,
+                "newest": {str(found.block): path(found.weights.sha256) for found in newest},
+                "features": {str(pin.block): path(pin.weights.sha256) for pin in features},
+            },
+            "weights": [found.weights.sha256 for found in newest],
+            "event": event,
+        }
+
+    def _ask(self, request: Request) -> dict[str, Any]:
+        """The child's answer; one that has died is replaced."""
+        with self._mutex:
+            if self._stopped:
+                return {"error": "stopped"}
+            if self._child is None or self._child.poll() is not None:
+                self._child = subprocess.Popen(
+                    [sys.executable, "-m", MODULE],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    process_group=0,  # Ctrl-C is not for it
+                )
+            child = self._child
+        try:
+            if child.stdin is None or child.stdout is None:
+                raise OSError("no pipes")
+            print(json.dumps(request["ask"]), file=child.stdin, flush=True)
+            if answer := child.stdout.readline():
+                return json.loads(answer)
+        except (OSError, ValueError) as error:
+            child.kill()
+            return {"error": str(error), "exit": child.wait()}
+        return {"error": f"its process ended with exit code {child.wait()}"}

@@ -1,0 +1,235 @@
+"""What people look at, over HTTP: the page and its files, the stream of events. Reads only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from blocktrain.errors import BlockTrainError, RunError
+from blocktrain.protocol.messages import refusal, write
+from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.status import Status
+from blocktrain.watch.feed import EVENTS, Event, Feed, History, Listener
+from blocktrain.web.pages import page_file
+
+MAX_LISTENERS = 64
+STATUS_SECONDS = 2.0
+ALIVE_SECONDS = 10.0  # without an event a comment is sent, so that nobody in between takes the line for dead
+SHOWN_WORKERS = 200  # in the status that the page gets
+PIECE = 1 << 16
+
+PAGE = Path(__file__).parents[1] / "web" / "dashboard"
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+
+
+async def page(request: Request) -> Response:
+    """GET / and GET /page/{name}."""
+    found = await page_file(PAGE, request)
+    if found is None:
+        raise Refused(Code.NOT_FOUND, "the page has no such file")
+    return found
+
+
+async def not_a_replay(_: Request) -> Response:
+    """GET /v1/replay of a coordinator."""
+    return JSONResponse({"replay": False})
+
+
+def framed(event: Event) -> bytes:
+    """A stored event as it is sent."""
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), event.line)
+
+
+def passing(kind: str, data: bytes) -> bytes:
+    """One that is not stored."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+
+
+def ready(last: int, left_out: int) -> bytes:
+    """The history ends here."""
+    return passing("ready", json.dumps({"last": last, "left_out": left_out}).encode())
+
+
+def in_pieces(events: Iterator[Event]) -> Iterator[bytes]:
+    """Many small events as few large pieces."""
+    some: list[bytes] = []
+    size = 0
+    for event in events:
+        some.append(framed(event))
+        size += len(some[-1])
+        if size >= PIECE:
+            yield b"".join(some)
+            some, size = [], 0
+    yield b"".join(some)
+
+
+def shown(status: Status) -> bytes:
+    """The status as the page gets it: of very many workers those that were seen last."""
+    workers = sorted(status.workers, key=lambda worker: worker.seen_seconds)[:SHOWN_WORKERS]
+    return status.model_copy(update={"workers": tuple(workers)}).model_dump_json().encode()
+
+
+class _Stream:
+    """One listener's line: wakes up for events, for a new status, and for the end."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.flag = asyncio.Event()
+        self.status: bytes | None = None
+        self.ended = False
+        self.listener = Listener(lambda: self._wake(loop))
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(self.flag.set)
+
+    async def news(self) -> AsyncIterator[bytes]:
+        """What is to be sent, until it ends or the reader has fallen too far behind."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    await self.flag.wait()
+            self.flag.clear()
+            if self.ended or self.listener.gone:
+                return
+            status, self.status = self.status, None
+            yield b"".join(map(framed, self.listener.take())) + (passing("status", status) if status else b"") or b": alive\n\n"
+
+
+class Told(StreamingResponse):
+    """A stream that gives its seat back, however it ends."""
+
+    def __init__(self, content: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
+        super().__init__(content, headers=STREAM_HEADERS, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+class Streams:
+    """GET /v1/events: everyone who listens to one coordinator over one server."""
+
+    def __init__(self, feed: Feed, status: Callable[[], Status]) -> None:
+        self._feed, self._status = feed, status
+        self._open: set[_Stream] = set()
+        self._came = asyncio.Event()  # somebody new
+        self._ended = False
+
+    @property
+    def count(self) -> int:
+        """Listeners."""
+        return len(self._open)
+
+    async def events(self, request: Request) -> Response:
+        """The history, then what happens."""
+        after, follow = asked(request)
+        if self._ended or len(self._open) >= MAX_LISTENERS:
+            raise Refused(Code.BUSY, f"{len(self._open)} pages listen already")
+        if request.method == "HEAD":
+            return Response(headers=STREAM_HEADERS, media_type="text/event-stream")
+        stream = _Stream()
+        self._open.add(stream)
+        self._came.set()
+        return Told(self._told(stream, after, follow), lambda: self._leave(stream))
+
+    def _leave(self, stream: _Stream) -> None:
+        self._open.discard(stream)
+        stream.listener.gone = True
+
+    async def _told(self, stream: _Stream, after: int, follow: bool) -> AsyncIterator[bytes]:
+        places, left_out, last = await run_in_threadpool(self._feed.listen, stream.listener, after)
+        async for piece in iterate_in_threadpool(in_pieces(self._feed.read(places))):
+            yield piece
+        yield ready(last, left_out)
+        if follow:
+            async for piece in stream.news():
+                yield piece
+
+    async def tell_status(self) -> None:
+        """The status every two seconds and to every newcomer, made once for all; nothing while nobody listens."""
+        while True:
+            if not self._open:
+                await self._came.wait()
+            self._came.clear()
+            with suppress(BlockTrainError):  # there is no run yet, or none any more
+                status = await run_in_threadpool(lambda: shown(self._status()))
+                for stream in self._open:
+                    stream.status = status
+                    stream.flag.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STATUS_SECONDS):
+                    await self._came.wait()
+
+    def end(self) -> None:
+        """Hang up on everyone; in the server's own loop."""
+        self._ended = True
+        for stream in self._open:
+            stream.ended = True
+            stream.flag.set()
+
+
+def asked(request: Request) -> tuple[int, bool]:
+    """After which event, and whether to go on after the history."""
+    after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
+    if not (after.isascii() and after.isdecimal() and len(after) <= 15):
+        raise Refused(Code.MALFORMED, "after is the number of an event")
+    return int(after), request.query_params.get("follow", "1") != "0"
+
+
+def find_log(where: Path) -> Path:
+    """The event log in a coordinator's folder, in a folder of `train`, or named itself."""
+    inside = where / "coordinator" / EVENTS  # of `train`, which keeps a log of its own beside it
+    log = (inside if inside.is_file() else where / EVENTS) if where.is_dir() else where
+    try:
+        if next(History(log).scan(), None) is None:
+            raise RunError(f"{log} holds no events of a coordinator")
+    except OSError as error:
+        raise RunError(f"cannot read {log}: {error.strerror or error}; name a coordinator's folder or its {EVENTS}") from None
+    return log
+
+
+def replay_app(log: Path) -> Starlette:
+    """The page and a log, without a run."""
+
+    async def events(request: Request) -> Response:
+        after, _ = asked(request)
+        return StreamingResponse(iterate_in_threadpool(_whole(log, after)), headers=STREAM_HEADERS, media_type="text/event-stream")
+
+    async def is_a_replay(_: Request) -> Response:
+        return JSONResponse({"replay": True})
+
+    async def refused(_: Request, error: Exception) -> Response:
+        if not isinstance(error, Refused):
+            raise error
+        return Response(write(refusal(error)), error.rule.status, media_type="application/json")
+
+    routes = [
+        Route("/", page),
+        Route("/page/{name}", page),
+        Route("/v1/events", events),
+        Route("/v1/replay", is_a_replay),
+    ]
+    return Starlette(routes=routes, exception_handlers={Refused: refused})
+
+
+def _whole(log: Path, after: int) -> Iterator[bytes]:
+    history = History(log)
+    for _ in history.scan():
+        pass
+    places, left_out = history.after(after)
+    yield from in_pieces(history.read(places))
+    yield ready(history.last, left_out)

@@ -1,0 +1,1 @@
+"""Why a worker does not join, and what fixes it."""

@@ -1,0 +1,214 @@
+"""What `blocktrain doctor` measures: this machine, and the line to a coordinator as a worker would open it. Judges nothing.
+
+Imports torch where it is used: a broken one must not hide what else is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import ssl
+import tempfile
+import time
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import getproxies, proxy_bypass
+
+import httpx2
+
+from blocktrain.config import Config
+from blocktrain.errors import BlockTrainError
+from blocktrain.protocol.messages import MAX_REPLY, Corpus
+from blocktrain.worker.doctor.diagnosis import Answer, Place
+
+PATIENCE = 4.0  # seconds for a connection, and for every answer
+PINGS = 7
+READ_BYTES, READ_SECONDS = 16 * 10**6, 2.0
+STEPS, STEP_SECONDS = 30, 2.0
+WRITTEN = 1 << 16  # bytes of the file that is tried
+
+
+class Line:
+    """A line to a place. The same trust, proxies and headers as a worker's, and no retries."""
+
+    def __init__(self, place: Place, token: str, ca: Path | None) -> None:
+        self.place = place
+        self._trust = _trust(ca)
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        limits = httpx2.Limits(keepalive_expiry=20.0)
+        self._http = httpx2.Client(base_url=place.url(), headers=headers, timeout=PATIENCE, verify=self._trust, limits=limits)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    @property
+    def proxy(self) -> str:
+        """The proxy that the environment names for this place; empty: none."""
+        return "" if proxy_bypass(self.place.host) else getproxies().get(self.place.scheme, "")
+
+    def addresses(self) -> list[str]:
+        """What the name stands for."""
+        found = socket.getaddrinfo(self.place.host, self.place.port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(item[4][0]) for item in found))
+
+    def connect(self) -> str:
+        """A connection; the address that was reached."""
+        with self._open() as connection:
+            return str(connection.getpeername()[0])
+
+    def handshake(self) -> tuple[dict[str, Any], str]:
+        """TLS as a worker asks for it; the certificate and the version."""
+        with self._open() as plain, self._trust.wrap_socket(plain, server_hostname=self.place.host) as secure:
+            return dict(secure.getpeercert() or {}), secure.version() or "TLS"
+
+    def speaks_tls(self) -> bool:
+        """Whether the other side greets by TLS, whoever it is."""
+        anyone = ssl.create_default_context()
+        anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
+        try:
+            with self._open() as plain, anyone.wrap_socket(plain, server_hostname=self.place.host):
+                return True
+        except OSError:
+            return False
+
+    def _open(self) -> socket.socket:
+        return socket.create_connection((self.place.host, self.place.port), timeout=PATIENCE)
+
+    def get(self, path: str) -> Answer:
+        """A small answer; of a larger one the beginning."""
+        sent, began, body = time.time(), time.monotonic(), b""
+        with self._http.stream("GET", path) as response:
+            for piece in response.iter_raw():
+                body += piece
+                if len(body) > MAX_REPLY or time.monotonic() - began > PATIENCE:
+                    break
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status_code, headers, body[:MAX_REPLY], sent, time.monotonic() - began)
+
+    def round_trips(self) -> list[float]:
+        """Seconds of some small calls on an open connection."""
+        return [self.get("/healthz").seconds for _ in range(PINGS + 1)][1:]
+
+    def download(self, name: str, length: int) -> tuple[int, float]:
+        """Bytes and seconds of the end of a blob, or of as much as comes in time."""
+        headers = {"Range": f"bytes={max(0, length - READ_BYTES)}-"}
+        received, began = 0, time.monotonic()
+        with self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response:
+            if response.status_code != 206:
+                raise BlockTrainError(f"the corpus was answered with HTTP {response.status_code}; ask the coordinator's operator")
+            for piece in response.iter_raw():
+                received += len(piece)
+                if time.monotonic() - began > READ_SECONDS:
+                    break
+        return received, time.monotonic() - began
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext:
+    if ca is None:
+        return httpx2.create_ssl_context()
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise BlockTrainError(f"cannot use the certificate {ca}: {error.strerror or error}; name a PEM file with --ca") from None
+
+
+def find_device(name: str) -> tuple[str, str]:
+    """The device and what it is, after it has multiplied two matrices."""
+    import torch
+
+    from blocktrain.learning.train import pick_device
+
+    device = pick_device(name)
+    ones = torch.ones(64, 64, device=device)
+    if float((ones @ ones).sum().item()) != 64.0**3:
+        raise BlockTrainError(f"{device} multiplies wrongly; use --device cpu, or install a torch made for this device")
+    if device.type == "cuda":
+        return str(device), torch.cuda.get_device_name(device)
+    return str(device), f"{os.cpu_count()} cores, a worker uses one" if device.type == "cpu" else "the Apple GPU"
+
+
+def memory_of(device: str) -> tuple[int, int]:
+    """Bytes that a device has, and those that are free now."""
+    if device.startswith("cuda"):
+        import torch
+
+        free, has = torch.cuda.mem_get_info(device)
+        return int(has), int(free)
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = has
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()  # of a container
+        free = min(free, int(limit)) if limit.isdecimal() else free
+    except OSError:
+        pass  # not on this system
+    return has, free
+
+
+def free_space(folder: Path) -> int:
+    """Bytes that are free where a folder is or will be, after a file was really written there; leaves nothing behind."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    with tempfile.TemporaryFile(dir=there) as file:
+        file.write(bytes(WRITTEN))
+        file.flush()
+        os.fsync(file.fileno())
+    return shutil.disk_usage(there).free
+
+
+def cached_corpus(cache: Path, corpus: Corpus) -> dict[Path, str]:
+    """The files of a run's corpus that are whole in the cache, and the hash that each should have."""
+    from blocktrain.worker.task import corpus_folder
+
+    folder = corpus_folder(cache, corpus)
+    files = {folder / "train.txt": corpus.train, folder / "valid.txt": corpus.valid}
+    return {path: blob.sha256 for path, blob in files.items() if path.is_file() and path.stat().st_size == blob.length}
+
+
+def hash_of_file(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def corpus_hashes(spec: str, data_folder: Path | None, cache: Path) -> tuple[str, str]:
+    """The hashes that the two parts of a corpus on this machine would have as blobs."""
+    from blocktrain.learning.data import open_corpus
+
+    found = open_corpus(spec, data_folder, cache)
+    return _hash_of(found.train, found.calibration), _hash_of(found.valid)
+
+
+def _hash_of(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def seconds_per_step(config: Config, device: str) -> float:
+    """The median of some real training steps of block 1 on random text, as a worker makes them."""
+    import numpy as np
+
+    from blocktrain.learning.train import Trainer, one_thread
+
+    text = np.random.default_rng(0).integers(0, 256, max(1 << 16, 4 * config.context), dtype=np.uint8)
+    times: list[float] = []
+    with one_thread() if device == "cpu" else nullcontext():
+        steps = Trainer(config.replace(device=device), 1).run(text, STEPS + 1)
+        next(steps)  # the first one sets things up
+        began = last = time.monotonic()
+        for _ in islice(steps, STEPS):
+            now = time.monotonic()
+            times.append(now - last)
+            last = now
+            if now - began > STEP_SECONDS:
+                break
+    return median(times)

@@ -1,0 +1,110 @@
+"""The quality bench at tiny scale: all rows are there, the same bench goes on instead of starting again, leakage shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blocktrain.bench import commands
+from blocktrain.bench.quality import tune
+from blocktrain.bench.quality.quality import is_published, version_beside
+from blocktrain.learning.data import Source
+from support.command import blocktrain
+
+NAMES = [
+    "end_to_end",
+    "single_block",
+    "best_block",
+    "paper",
+    "exact_euler",
+    "exact_marginal",
+    "exact_pool",
+    "pool",
+    "fuse",
+    "fuse_without_1",
+    "fuse_without_2",
+    "fuse_without_3",
+    "fuse_same_data",
+    "fuse_beside",
+]
+
+
+pytestmark = pytest.mark.timeout(600)  # a minute and a half on two free cores; other tests run beside it
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return blocktrain("bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments, cwd=folder.parent, timeout=560)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("quality") / "bench"
+    done = bench(folder)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
+
+
+def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = measured
+    assert [row["name"] for row in result["rows"]] == NAMES
+    by_name = {row["name"]: row for row in result["rows"]}
+    for row in result["rows"]:
+        assert row["gap"] == pytest.approx(row["valid_ce"] - by_name["end_to_end"]["valid_ce"], abs=1e-4)
+        assert min(row["seconds"], row["peak_mb"], row["million_parameters"], row["distinct_mb"]) > 0
+    assert by_name["pool"]["valid_ce"] < by_name["single_block"]["valid_ce"]
+    assert by_name["fuse"]["valid_ce"] < by_name["best_block"]["valid_ce"]
+    assert by_name["fuse_same_data"]["distinct_mb"] < by_name["fuse"]["distinct_mb"]
+    assert {"command", "seed", "machine", "settings"} < set(result)
+    assert (folder / "quality.png").stat().st_size > 10_000
+
+
+def test_samples_are_judged_beside_real_text(measured: tuple[Path, dict[str, Any]]) -> None:
+    rows = {row["name"]: row for row in measured[1]["per_seed"][0]["samples"]}
+    assert set(rows) == {"real", "autoregressive", "sweep_1", "sweep_2", "sweep_4", "first_block"}
+    agreement = [rows[name]["same_as_autoregressive"] for name in ("first_block", "sweep_1", "sweep_4", "autoregressive")]
+    assert agreement == sorted(agreement)
+    assert agreement[-1] == 1
+
+
+def test_below_sigma_one_the_target_leaks(measured: tuple[Path, dict[str, Any]]) -> None:
+    """The training loss falls with sigma_min, because the answer shows through the noise; the composed model does not profit."""
+    leakage = measured[1]["per_seed"][0]["leakage"]
+    assert [row["sigma_min"] for row in leakage] == [0.05, 0.2, 1.0]
+    assert leakage[0]["train_ce_last_block"] < leakage[2]["train_ce_last_block"] - 1
+    assert leakage[0]["composed_ce"] > leakage[2]["composed_ce"] - 0.1
+
+
+def test_a_second_call_continues_and_other_settings_are_refused(measured: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = measured
+    (folder / "seed-0" / "results" / "evaluate-pool.json").unlink()
+    again = bench(folder)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["rows"] == result["rows"]
+    other = bench(folder, "--steps", "7")
+    assert other.returncode == 2
+    assert "other settings" in other.stderr
+
+
+def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> None:
+    for steps in (1, 2, 7, 50, 60, 1200):
+        published = {step for step in range(1, steps + 1) if is_published(step, steps)}
+        read = [version_beside(step, steps) for step in range(steps + 1)]
+        assert set(read) <= published
+        assert read == sorted(read)
+        assert read[-1] == steps
+
+
+def test_tuning_finds_a_rate_for_each_kind(tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "GRID", (1e-3, 2e-3))
+    small = {"width": 16, "context": 16, "blocks": 2, "steps": 3}
+    source = Source(str(corpus_folder), None, tmp_path / "cache")
+    options = commands.QualityOptions(tmp_path / "bench", "tiny", source, (0,), small, slots=2, command="blocktrain bench quality --tune")
+    result = commands.tune(options)
+    assert [row["setting"] for row in result["rows"]] == ["reference_learning_rate", "learning_rate", "fusion_learning_rate"]
+    for row in result["rows"]:
+        assert row["best"] == min(tune.GRID, key=lambda rate: row[f"{rate:g}"])
+    assert json.loads((tmp_path / "bench" / "tune.json").read_text())["rows"] == result["rows"]

@@ -1,0 +1,510 @@
+"""An entry with real stages behind real sockets: the same bytes as one machine in every mode, whatever dies on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import random
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial, wraps
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from blocktrain.bench.network.shaper import Link, shaped
+from blocktrain.errors import ConfigError
+from blocktrain.learning.compose import Model, Sampler, autoregressive, in_pieces, sweep, sweep_from_noise
+from blocktrain.learning.model import Cache, build_reference
+from blocktrain.learning.train import REFERENCE
+from blocktrain.runs.folder import Run, publish
+from blocktrain.serving.entry import fan, route
+from blocktrain.serving.entry.cost import Pace
+from blocktrain.serving.entry.entry import Entry, Piece, Request, Stats
+from blocktrain.serving.entry.readers import AnswerFailed
+from blocktrain.serving.holding import load_holding
+from blocktrain.serving.line.lines import StageRefused
+from blocktrain.serving.stage.stage import Stage
+from conftest import random_model, tiny_config
+from support.served import saved
+from support.waiting import happening
+
+CPU = torch.device("cpu")
+CONTEXT = 16
+MODELS = {
+    "fuse": random_model(tiny_config(blocks=4, context=CONTEXT)),
+    "pool": random_model(tiny_config(context=CONTEXT, compose="pool")),
+    "denoise": random_model(tiny_config(context=CONTEXT, compose="pool", objective="denoise")),
+    "euler": random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6)),
+    "paper": random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", skip="edm")),
+}
+FUSE = MODELS["fuse"]
+PROMPT = bytes(range(65, 65 + 50))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    found = {name: saved(model, folder / name) for name, model in MODELS.items()}
+    reference = build_reference(FUSE.config)
+    for layer in reference.layers:
+        torch.nn.init.normal_(layer.down.weight, std=0.1)  # type: ignore[union-attr,arg-type]
+    publish(Run(found["fuse"]), REFERENCE, reference)
+    return found
+
+
+class Drafting(Pace):
+    """Drafts of given lengths, whatever they cost here."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__()
+        self._lengths = itertools.cycle(lengths)
+
+    def best_draft(self, most: int) -> int:
+        return min(next(self._lengths), most)
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in a loop of its own, with a limit."""
+
+    def run(**arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**arguments), 250))
+
+    return wraps(test)(run)
+
+
+@asynccontextmanager
+async def serving(folder: Path, *held: Sequence[int], pace: Pace | None = None, **options: Any) -> AsyncIterator[tuple[Entry, list[Stage]]]:
+    """An entry and a stage for each group of blocks, all gone at the end."""
+    async with AsyncExitStack() as stack:
+        stages = []
+        for blocks in held:
+            stage = Stage(load_holding(folder, blocks, CPU, reference=options.get("reference", False)))
+            await stage.start()
+            stack.push_async_callback(stage.aclose)
+            stages.append(stage)
+        entry = Entry(folder, [stage.address for stage in stages], **options)
+        entry.pace = pace or Drafting(5)
+        await entry.start()
+        stack.push_async_callback(entry.aclose)
+        yield entry, stages
+
+
+async def write(entry: Entry, count: int = 40, length: int = 10, **request: Any) -> tuple[bytes, Stats]:
+    """A whole answer, streamed."""
+    text, stats = b"", None
+    async for piece in entry.generate(Request(PROMPT[:length], count, **request)):
+        assert piece.text or piece.finish
+        text, stats = text + piece.text, piece.stats
+        assert (piece.finish is None) == (len(text) < count)
+    assert stats is not None
+    return text, stats
+
+
+def alone(model: Model, count: int = 40, length: int = 10, seed: int = 0) -> bytes:
+    """What `blocktrain generate` writes."""
+    return bytes(autoregressive(model.scorer(seed=seed), PROMPT[:length], count, CONTEXT, Sampler(seed), CPU))
+
+
+def reader_of(stages: Sequence[Stage]) -> Stage:
+    """The stage that has the answer's session."""
+    return next(stage for stage in stages if stage.sessions)
+
+
+# -- the same bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "held"), [("fuse", ()), ("fuse", ((2, 3),)), ("fuse", ((2,), (3,), (1, 3))), ("pool", ((2,), (3,))), ("denoise", ((2, 3),))]
+)
+@in_a_loop
+async def test_one_host_or_many_write_what_generate_writes(runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]) -> None:
+    model = MODELS[name]
+    async with serving(runs[name], *held) as (entry, stages):
+        assert entry.status()["model"]["local_blocks"] == [n for n in (1, 2, 3) if n == 1 or not any(n in h for h in held)]
+        for length, count in [(1, 20), (50, 12)]:
+            expected = alone(model, count, length, seed=3)
+            for mode in ("autoregressive", "exact"):
+                text, stats = await write(entry, count, length, mode=mode, seed=3)
+                assert text == expected, mode
+                assert stats.prompt_bytes_cut == (40 if length == 50 else 0)
+                assert (stats.wire_bytes > 0) == bool(held)
+                assert stats.failovers == 0 == len(stats.degraded)
+                assert mode == "exact" or stats.sweeps == count
+                assert mode != "exact" or len(text) == stats.accepted + stats.sweeps
+            for sweeps in (1, 3):
+                asked = (model.scorer(), model.drafter(), PROMPT[:length], count, CONTEXT, Sampler(3), sweeps, CPU)
+                assert (await write(entry, count, length, mode="sweep", sweeps=sweeps, seed=3))[0] == bytes(sweep(*asked))
+        await happening(lambda: not any(stage.sessions for stage in stages))
+
+
+@in_a_loop
+async def test_whatever_is_drafted_the_text_is_the_same(runs: dict[str, Path]) -> None:
+    draw = random.Random(1)
+    expected = alone(FUSE, 60, 5, seed=7)
+    async with serving(runs["fuse"], (2,), (3,)) as (entry, _):
+        for _ in range(3):
+            entry.pace = Drafting(*(draw.choice([0, 1, 2, 5, 16, 32]) for _ in range(7)))
+            text, stats = await write(entry, 60, 5, seed=7)
+            assert text == expected
+            assert stats.accepted == sum(stats.accepted_per_sweep) > 0
+            assert len(stats.accepted_per_sweep) == stats.sweeps
+        entry.pace = Pace()
+        assert (await write(entry, 60, 5, seed=7))[0] == expected
+
+
+@in_a_loop
+async def test_temperature_top_p_stop_and_lengths(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2, 3)) as (entry, _):
+        sampler = Sampler(2, 0.7, 0.8)
+        expected = bytes(autoregressive(FUSE.scorer(), PROMPT[:4], 20, CONTEXT, sampler, CPU))
+        assert (await write(entry, 20, 4, seed=2, temperature=0.7, top_p=0.8))[0] == expected
+        pieces = [p async for p in entry.generate(Request(PROMPT[:4], 20, seed=2, temperature=0.7, top_p=0.8, stop=(expected[7:10],)))]
+        end = expected.index(expected[7:10])
+        assert (b"".join(p.text for p in pieces), pieces[-1].finish) == (expected[:end], "stop")
+        assert (await write(entry, 1, 4, seed=2))[0] == alone(FUSE, 1, 4, seed=2)
+        nothing = [p async for p in entry.generate(Request(b"x", 0))]
+        assert [(p.text, p.finish) for p in nothing] == [(b"", "length")]
+        empty = [p.text async for p in entry.generate(Request(b"", 3))]
+        assert b"".join(empty) == bytes(autoregressive(FUSE.scorer(), b"\n", 3, CONTEXT, Sampler(), CPU))
+
+
+@in_a_loop
+async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2,), (3,)) as (entry, stages):
+        modes = ["exact", "autoregressive"] * 4
+        found = await asyncio.gather(*(write(entry, 14, seed=seed, mode=mode) for seed, mode in enumerate(modes)))
+        for seed, (text, _) in enumerate(found):
+            assert text == alone(FUSE, 14, seed=seed)
+        assert entry.status()["sessions"] == 0
+        await happening(lambda: not any(stage.sessions for stage in stages))
+
+
+@in_a_loop
+async def test_half_precision_on_the_wire_is_smaller_and_as_long(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2, 3), wire="fp16") as (entry, _), serving(runs["fuse"], (2, 3)) as (plain, _):
+        half, whole = await write(entry, mode="autoregressive"), await write(plain, mode="autoregressive")
+        assert len(half[0]) == 40
+        assert half[1].wire_bytes < 0.8 * whole[1].wire_bytes
+
+
+@in_a_loop
+async def test_closing_an_answer_frees_its_sessions(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2,), (3,)) as (entry, stages):
+        async with aclosing(entry.generate(Request(PROMPT, 4000))) as pieces:
+            await anext(pieces)
+            assert [stage.sessions for stage in stages] == [1, 1]
+            assert entry.status()["sessions"] == 1
+        await happening(lambda: not any(stage.sessions for stage in stages))
+        task = asyncio.create_task(write(entry, 4000))
+        await happening(lambda: all(stage.sessions for stage in stages))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await happening(lambda: not any(stage.sessions for stage in stages))
+        assert entry.status()["sessions"] == 0
+        assert (await write(entry))[0] == alone(FUSE)
+
+
+@in_a_loop
+async def test_the_first_byte_takes_one_round_trip(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2,), (3,)) as (_, stages), AsyncExitStack() as stack:
+        ports = [int(stage.address.rpartition(":")[2]) for stage in stages]
+        links = [stack.enter_context(shaped("127.0.0.1", port, Link(rtt_ms=1000), apart=False)) for port in ports]
+        entry = Entry(runs["fuse"], [f"127.0.0.1:{link.port}" for link in links])
+        entry.pace = Drafting(4)
+        await entry.start(60)
+        for _ in range(5):  # the machine may have been busy
+            async with aclosing(entry.generate(Request(PROMPT, 4000))) as pieces:
+                first = await anext(pieces)
+            assert first.stats.first_byte_ms >= 1000
+            assert first.stats.sweeps == 1
+            if first.stats.first_byte_ms < 1950:
+                break
+        assert first.stats.first_byte_ms < 1950
+        await entry.aclose()
+
+
+# -- failures
+
+
+async def interrupted(
+    entry: Entry, when: int, happens: Callable[[], Awaitable[None]], count: int = 40, **request: Any
+) -> tuple[bytes, Stats]:
+    """An answer during which something happens after so many bytes."""
+    text, done = b"", False
+    piece: Piece | None = None
+    async for piece in entry.generate(Request(PROMPT[:10], count, **request)):
+        text += piece.text
+        if len(text) >= when and not done:
+            done = True
+            await happens()
+    assert piece is not None
+    return text, piece.stats
+
+
+@pytest.mark.parametrize("mode", ["exact", "autoregressive", "sweep"])
+@in_a_loop
+async def test_another_holder_takes_over_and_the_text_is_the_same(runs: dict[str, Path], mode: str) -> None:
+    async with serving(runs["fuse"], (2, 3), (2, 3), pace=Drafting(3)) as (entry, stages):
+        expected = (await write(entry, 40, mode=mode))[0]
+        assert mode == "sweep" or expected == alone(FUSE)
+        text, stats = await interrupted(entry, 8, lambda: reader_of(stages).aclose(), mode=mode)
+        assert text == expected
+        assert (stats.failovers, stats.degraded) == (1, ())
+
+
+def serve_stage(folder: Path, blocks: Sequence[int], said: Connection) -> None:
+    """A stage in a process of its own."""
+
+    async def run() -> None:
+        stage = Stage(load_holding(folder, blocks, CPU))
+        said.send(await stage.start())
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Entry]:
+    """An entry with two holders, of which the one that is named is nearer."""
+    with shaped("127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False) as link:
+        entry = Entry(folder, [near, f"127.0.0.1:{link.port}"])
+        entry.pace = Drafting(5)
+        await entry.start(60)
+        try:
+            yield entry
+        finally:
+            await entry.aclose()
+
+
+@in_a_loop
+async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    killed = multiprocessing.get_context("spawn").Process(target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True)
+    killed.start()
+    try:
+        near = await asyncio.to_thread(ours.recv)
+        async with serving(runs["fuse"], (2, 3)) as (_, (far,)), near_and_far(runs["fuse"], near, far) as entry:
+
+            async def kill() -> None:
+                assert far.sessions == 0
+                killed.kill()
+
+            text, stats = await interrupted(entry, 8, kill, 24)
+            assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
+    finally:
+        killed.kill()
+        killed.join()
+
+
+@in_a_loop
+async def test_a_black_hole_does_not_change_the_text(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2, 3), (2, 3)) as (_, (near, far)):
+        port = int(near.address.rpartition(":")[2])
+        with shaped("127.0.0.1", port, Link(rtt_ms=5), apart=False) as link:
+            async with near_and_far(runs["fuse"], f"127.0.0.1:{link.port}", far) as entry:
+
+                async def swallow() -> None:
+                    assert far.sessions == 0
+                    await asyncio.to_thread(link.block)
+
+                text, stats = await interrupted(entry, 8, swallow, 24)
+                assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
+                await asyncio.to_thread(link.open)
+
+
+def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
+    """What the model writes with one block left out."""
+    assert model.fusion is not None
+
+    def scorer(ids: torch.Tensor, start: int) -> torch.Tensor:
+        known[:] = known[:start] + ids[0].tolist()
+        tokens = torch.tensor([known])
+        features = torch.stack([model.features(n, tokens, Cache(model.blocks[n - 1], 1)) for n in (1, 2, 3)])
+        kept = torch.tensor([[float(n != missing)] for n in (1, 2, 3)])
+        assert model.fusion is not None
+        return in_pieces(partial(_fused, model, tokens, features, kept, Cache(model.fusion, 1)), tokens.shape[1])[:, start:]
+
+    known: list[int] = []
+    return bytes(autoregressive(scorer, PROMPT[:10], count, CONTEXT, Sampler(seed), CPU))
+
+
+def _fused(model: Model, tokens: torch.Tensor, features: torch.Tensor, kept: torch.Tensor, cache: Cache, part: slice) -> torch.Tensor:
+    assert model.fusion is not None
+    return model.fusion.fuse(tokens[:, part], features[:, :, part], kept, cache)
+
+
+@in_a_loop
+async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_again(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
+        port = int(stages[1].address.rpartition(":")[2])
+        text, stats = await interrupted(entry, 8, stages[1].aclose, 30)
+        whole = alone(FUSE, 30)
+        assert text[:8] == whole[:8]
+        assert (len(text), stats.degraded, stats.failovers) == (30, (3,), 1)
+        text, stats = await write(entry, 20)
+        assert (text, stats.degraded, stats.failovers) == (without(FUSE, 3, 20), (3,), 0)
+
+        back = Stage(load_holding(runs["fuse"], (3,), CPU))
+
+        async def come_back() -> None:
+            await back.start(port=port)
+            await happening(lambda: entry.route.lines[1].alive)
+
+        async with aclosing(entry.generate(Request(PROMPT[:10], 4000))) as pieces:
+            piece = await anext(pieces)
+            await come_back()
+            while not back.sessions:  # it is used again in the middle of an answer
+                piece = await anext(pieces)
+            assert piece.stats.degraded == (3,)
+        text, stats = await write(entry, 30)
+        assert (text, stats.degraded) == (whole, ())
+        await back.aclose()
+
+
+@in_a_loop
+async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan, "GRACE_SECONDS", 60.0)
+    async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
+
+        async def hiccup() -> None:
+            line = entry.route.lines[1]
+            assert line.alive
+            for peer in list(stages[1]._friends):
+                peer.transport.abort()
+            await happening(lambda: not line.alive)
+
+        text, stats = await interrupted(entry, 8, hiccup)
+        assert (text, stats.degraded, stats.failovers) == (alone(FUSE), (), 1)
+
+
+@in_a_loop
+async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_service_lives_on(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fan, "PATIENCE_SECONDS", 600.0)  # the deadline comes first
+    monkeypatch.setattr(route, "GHOST_SECONDS", 600.0)
+    async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
+        with pytest.raises(AnswerFailed, match="block 3"):
+            await asyncio.wait_for(interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60)
+        monkeypatch.undo()
+        text, stats = await write(entry, 5)
+        assert (len(text), stats.degraded) == (5, (3,))
+        assert entry.status()["sessions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("fuse", {}), ("fuse", {"mode": "autoregressive"}), ("euler", {"mode": "sweep", "draft": "none"})],
+    ids=["exact", "autoregressive", "from noise"],
+)
+@in_a_loop
+async def test_an_answer_that_takes_longer_than_its_deadline_fails(runs: dict[str, Path], name: str, asked: dict[str, Any]) -> None:
+    async with serving(runs[name], (1, 2, 3)) as (entry, stages):
+        with pytest.raises(AnswerFailed, match="not complete after"):
+            await write(entry, 100_000, deadline=0.3, **asked)
+        mute(stages[0])
+        with pytest.raises(AnswerFailed, match="not complete after"):
+            await write(entry, 1, deadline=0.3, **asked)
+        await happening(lambda: not stages[0].sessions and not entry.status()["sessions"])
+
+
+def mute(stage: Stage) -> None:
+    """Let it answer PINGs, and nothing else."""
+    stage._compute.put = lambda work: None  # type: ignore[method-assign]
+
+
+@in_a_loop
+async def test_a_stage_that_hangs_is_left_for_another_holder(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fan, "HANG_SECONDS", 5.0)
+    async with serving(runs["fuse"], (2, 3), (2, 3)) as (entry, stages):
+
+        async def hang() -> None:
+            mute(reader_of(stages))
+
+        text, stats = await interrupted(entry, 8, hang, 24)
+        assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
+        text, stats = await write(entry, 24)
+        assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 0, ())  # others need not find out for themselves
+
+
+@in_a_loop
+async def test_a_stage_of_another_run_or_key_is_an_error_at_the_start(runs: dict[str, Path]) -> None:
+    async with serving(runs["fuse"], (2,)) as (_, stages):
+        for folder, key in ((runs["pool"], b""), (runs["fuse"], b"another key of 16")):
+            entry = Entry(folder, [stages[0].address], key=key)
+            with pytest.raises(StageRefused):
+                await entry.start()
+            await entry.aclose()
+
+
+@in_a_loop
+async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[str, Path]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    entry = Entry(runs["fuse"], [f"127.0.0.1:{port}"])
+    await entry.start(0.2)
+    assert (await write(entry, 5))[1].wire_bytes == 0
+    stage = Stage(load_holding(runs["fuse"], (2, 3), CPU))
+    await stage.start(port=port)
+    await happening(lambda: entry.route.lines[0].alive)
+    text, stats = await write(entry, 5)
+    assert text == alone(FUSE, 5)
+    assert stats.wire_bytes > 0
+    await entry.aclose()
+    await stage.aclose()
+
+
+# -- rings
+
+
+@pytest.mark.parametrize(("name", "held"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))])
+@in_a_loop
+async def test_the_paper_s_path_is_the_same_as_a_ring(runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]) -> None:
+    model = MODELS[name]
+    async with serving(runs[name], *held) as (entry, stages):
+        assert (await write(entry, 12, mode="autoregressive", seed=2))[0] == alone(model, 12, seed=2)
+        with pytest.raises(ConfigError, match="exact"):
+            await write(entry, mode="exact")
+        if name == "euler":
+            asked = (model.scorer(seed=1), model.drafter(), PROMPT[:10], 9, CONTEXT, Sampler(1), 2, CPU)
+            assert (await write(entry, 9, mode="sweep", sweeps=2, seed=1))[0] == bytes(sweep(*asked))
+            expected = bytes(sweep_from_noise(model, PROMPT[:10], 9, Sampler(1), 2))
+            text, stats = await write(entry, 9, mode="sweep", draft="none", sweeps=2, seed=1)
+            assert (text, stats.sweeps) == (expected, 4)
+        else:
+            with pytest.raises(ConfigError, match="edm"):
+                await write(entry, mode="sweep")
+        await happening(lambda: not any(stage.sessions for stage in stages))
+
+
+@pytest.mark.parametrize("held", [(), ((1, 2), (3, 4))])
+@in_a_loop
+async def test_the_reference_is_served_by_layers(runs: dict[str, Path], held: Sequence[Sequence[int]]) -> None:
+    async with serving(runs["fuse"], *held, reference=True) as (entry, _), serving(runs["fuse"], reference=True) as (local, _):
+        text, stats = await write(entry, 24, mode="autoregressive", seed=1)
+        assert text == (await write(local, 24, mode="autoregressive", seed=1))[0]
+        assert stats.sweeps == 24
+        with pytest.raises(ConfigError, match="autoregressive"):
+            await write(entry, mode="sweep")
+
+
+@in_a_loop
+async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(runs: dict[str, Path]) -> None:
+    async with serving(runs["euler"], (1,), (2, 3)) as (entry, stages):
+        port = int(stages[1].address.rpartition(":")[2])
+        with pytest.raises(AnswerFailed, match="ring"):
+            await interrupted(entry, 3, stages[1].aclose, 30, mode="autoregressive")
+        with pytest.raises(AnswerFailed, match="blocks 1 to 3"):
+            await write(entry, mode="autoregressive")
+        back = Stage(load_holding(runs["euler"], (2, 3), CPU))
+        await back.start(port=port)
+        await happening(lambda: entry.route.lines[1].alive)
+        assert (await write(entry, 6, mode="autoregressive"))[0] == alone(MODELS["euler"], 6)
+        await back.aclose()

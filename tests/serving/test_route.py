@@ -1,0 +1,133 @@
+"""Stages that are found through a coordinator: told of, listed, dialled, used, and forgotten when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+
+from blocktrain.cli.serve import Post
+from blocktrain.coordinator.server import Listen, running
+from blocktrain.coordinator.stages import Stages
+from blocktrain.errors import ConfigError, Unreachable
+from blocktrain.learning.compose import Sampler, autoregressive
+from blocktrain.protocol.messages import read
+from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.stages import KEPT_SECONDS, MAX_STAGES, StageNotice
+from blocktrain.serving.entry import route
+from blocktrain.serving.entry.entry import Entry, Request
+from blocktrain.serving.holding import load_holding
+from blocktrain.serving.stage.stage import Stage
+from blocktrain.web.client import HttpClient
+from conftest import random_model, tiny_config
+from support.coordination_world import TOKEN, Clock, beginning
+from support.served import saved, started
+from support.waiting import PATIENCE, happening, until
+
+MODEL = random_model(tiny_config(blocks=4))
+HERE = ("--listen", "127.0.0.1:0")
+SHA = "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(MODEL, tmp_path_factory.mktemp("route") / "small")
+
+
+def notice(address: str = "127.0.0.1:8481", model: str = SHA) -> StageNotice:
+    return StageNotice(address=address, model=model)
+
+
+def test_those_who_told_lately_are_listed() -> None:
+    clock = Clock()
+    stages = Stages(clock)
+    stages.tell(notice())
+    stages.tell(notice(model="cd" * 32))  # it was started again, with another model
+    assert stages.listed().stages == (notice(model="cd" * 32),)
+    clock.now += KEPT_SECONDS - 1
+    stages.tell(notice("[::1]:8482"))
+    clock.now += 2
+    assert stages.listed().stages == (notice("[::1]:8482"),)
+    for port in range(1, MAX_STAGES):
+        stages.tell(notice(f"host-{port}.example:{port}"))
+    stages.tell(notice("[::1]:8482"))  # it is listed: it may go on
+    with pytest.raises(Refused) as full:
+        stages.tell(notice())
+    assert full.value.code == Code.BUSY
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:port", "http://host:1/", "a b:1", "a:1\n", "a:1,b:2", "x" * 260 + ":1"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read(StageNotice, StageNotice.model_construct(address=address, model=SHA).model_dump_json().encode())
+    assert refused.value.code == Code.MALFORMED
+
+
+async def write(entry: Entry) -> tuple[bytes, int]:
+    pieces = [piece async for piece in entry.generate(Request(b"the ", 8))]
+    return b"".join(piece.text for piece in pieces), pieces[-1].stats.wire_bytes
+
+
+def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(route, "GHOST_SECONDS", 0.2)
+    expected = bytes(autoregressive(MODEL.scorer(), b"the ", 8, MODEL.config.context, Sampler(), MODEL.device))
+    listed: list[str] | None = []
+    holding = load_holding(run, (2, 3), torch.device("cpu"))
+
+    async def find(model: str) -> list[str]:
+        assert model == holding.facts.model
+        if listed is None:
+            raise Unreachable("the coordinator is away")
+        return listed
+
+    async def play() -> None:
+        nonlocal listed
+        stage, entry = Stage(holding), Entry(run, find)
+        await stage.start()
+        await entry.start()
+        assert entry.status()["hosts"] == [] and await write(entry) == (expected, 0)
+        listed = ["nowhere:99999", stage.address]
+        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [True])
+        listed = None
+        text, wire_bytes = await write(entry)
+        assert text == expected and wire_bytes > 0
+        await stage.aclose()
+        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [False])
+        listed = []
+        await happening(lambda: entry.status()["hosts"] == [])
+        assert await write(entry) == (expected, 0)
+        await entry.aclose()
+
+    asyncio.run(asyncio.wait_for(play(), 2 * PATIENCE))
+
+
+def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Path) -> None:
+    with beginning(tmp_path / "run") as coordinator, running(coordinator, Listen(token=TOKEN)) as url:
+        with closing(HttpClient(url, "another")) as stranger:
+            for call in (stranger.stages, partial(stranger.tell_stage, notice())):
+                with pytest.raises(Refused, match="token"):
+                    call()
+        with (
+            started("stage", str(run), "--blocks", "2-3", "--announce", url, "--token", TOKEN, *HERE, cwd=tmp_path) as stage,
+            closing(HttpClient(url, TOKEN)) as client,
+        ):
+            told = notice(stage.said["address"], stage.said["model"])
+            until(lambda: client.stages().stages == (told,), "its announcement")
+            with started("serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path) as entry:
+                (host,) = entry.status()["hosts"]
+                assert (host["name"], host["alive"], host["blocks"]) == (stage.said["address"], True, [2, 3])
+                body = {"model": "small", "prompt": "the ", "max_tokens": 8}
+                answer = httpx2.post(f"{entry.url}/v1/completions", json=body, timeout=PATIENCE).json()
+                assert answer["blocktrain"]["wire_bytes"] > 0
+            assert stage.interrupt() == 0
+
+
+def test_a_stage_announces_an_address_that_can_be_dialled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nobody can dial"):
+        Post("0.0.0.0:8481", tmp_path / "key", announce="http://127.0.0.1:8470").parse()

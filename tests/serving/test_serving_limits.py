@@ -1,0 +1,175 @@
+"""What `serve` does to those who are slow, too many, or gone: the app in this process, with shorter deadlines, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import trustme
+
+from blocktrain.errors import ConfigError
+from blocktrain.learning.data import Corpus
+from blocktrain.serving import gate, openai_api
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.openai_api import Rules, build_app
+from blocktrain.web import server as web
+from blocktrain.web.server import AppServer, Where
+from support.served import a_model, saved
+from support.waiting import PATIENCE
+
+LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
+SHORT = {"model": "small", "max_tokens": 4, "mode": "autoregressive"}
+Scenario = Callable[[httpx2.AsyncClient, AppServer], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(a_model(corpus), tmp_path_factory.mktemp("limits") / "small")
+
+
+def serving(run: Path, scenario: Scenario, rules: Rules | None = None, listen: Where | None = None, **options: Any) -> None:
+    """A scenario with a server around it."""
+
+    async def play() -> None:
+        entry = Entry(run)
+        await entry.start()
+        server = AppServer(build_app(entry, rules or Rules("small")), listen or Where())
+        running = asyncio.create_task(server.serve())
+        try:
+            async with asyncio.timeout(PATIENCE), httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, **options) as client:
+                await scenario(client, server)
+        finally:
+            server.stop()
+            await running
+            await entry.aclose()
+
+    asyncio.run(play())
+
+
+async def until(client: httpx2.AsyncClient, condition: Callable[[dict[str, Any]], bool]) -> None:
+    while not condition((await client.get("/v1/status")).json()):
+        await asyncio.sleep(0.01)
+
+
+async def line(server: AppServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = server.url.rpartition("//")[2].split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+def head(length: int) -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+    )
+
+
+def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "HEADER_SECONDS", 3.0)
+
+    async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
+        slow = [await line(server) for _ in range(300)]
+        for _, writer in slow:
+            writer.write(b"POST /v1/completions HT")
+        assert (await client.post("/v1/completions", json=SHORT)).status_code == 200
+        assert await asyncio.gather(*(_end(reader) for reader, _ in slow)) == [b""] * len(slow)
+
+    serving(run, scenario)
+
+
+async def _end(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "BODY_SECONDS", 4.0)  # all of them are there before the first is given up
+    monkeypatch.setattr(gate, "MAX_FROM_ONE", 20)
+
+    async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
+        slow = [await line(server) for _ in range(21)]
+        for _, writer in slow:
+            writer.write(head(100) + b"{")
+        answers = await asyncio.gather(*(_end(reader) for reader, _ in slow))
+        codes = sorted(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] for answer in answers)
+        assert codes == ["busy"] + ["too_slow"] * 20
+        assert (await client.post("/v1/completions", json=SHORT)).status_code == 200
+
+    serving(run, scenario)
+
+
+def test_some_wait_and_the_next_is_refused(run: Path) -> None:
+    async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
+            pieces = first.aiter_bytes()
+            await anext(pieces)
+            second = asyncio.create_task(client.post("/v1/completions", json=SHORT))
+            await until(client, lambda status: status["requests"]["waiting"] == 1)
+            third = await client.post("/v1/completions", json=SHORT)
+            assert third.status_code == 429 and int(third.headers["retry-after"]) >= 1
+            assert not second.done()
+        assert (await second).status_code == 200
+        await until(client, lambda status: status["requests"]["running"] == status["sessions"] == 0)
+
+    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+
+
+def test_who_hangs_up_in_the_queue_leaves_it(run: Path) -> None:
+    async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
+            pieces = first.aiter_bytes()
+            await anext(pieces)
+            body = json.dumps(SHORT).encode()
+            _, writer = await line(server)
+            writer.write(head(len(body)) + body)
+            await until(client, lambda status: status["requests"]["waiting"] == 1)
+            writer.close()
+            await until(client, lambda status: status["requests"]["waiting"] == 0)
+            assert (await client.get("/v1/status")).json()["requests"]["running"] == 1
+
+    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+
+
+def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "QUEUE_SECONDS", 0.3)
+
+    async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
+        async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
+            pieces = first.aiter_bytes()
+            await anext(pieces)
+            assert (await client.post("/v1/completions", json=SHORT)).json()["error"]["code"] == "busy"
+
+    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+
+
+def test_a_silent_stream_says_that_it_is_alive(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_api, "ALIVE_SECONDS", 0.0005)
+
+    async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
+        text = (await client.post("/v1/completions", json={**SHORT, "stream": True})).text
+        assert ": alive\n\n" in text and text.endswith("data: [DONE]\n\n")
+
+    serving(run, scenario)
+
+
+def test_https(run: Path, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
+        assert server.url.startswith("https://")
+        assert (await client.post("/v1/completions", json=SHORT)).status_code == 200
+
+    listen = Where(certificate=tmp_path / "both.pem", key=tmp_path / "both.pem")
+    serving(run, scenario, listen=listen, verify=trusting)
+    with pytest.raises(ConfigError, match="certificate"):
+        AppServer(None, Where(certificate=run / "config.toml", key=run / "config.toml"))

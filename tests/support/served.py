@@ -1,0 +1,75 @@
+"""A run folder out of a small model, and the commands that serve it, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from blocktrain.learning.compose import Model
+from blocktrain.learning.data import Corpus
+from blocktrain.runs.folder import create_run, publish, seal
+from conftest import tiny_config, train_block
+from support.command import start
+from support.waiting import PATIENCE
+
+
+def a_model(corpus: Corpus) -> Model:
+    """Three blocks and a fusion block that have learned a little: their text is mostly letters."""
+    config = tiny_config(blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2)
+    blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
+    return Model(config, blocks, train_block(config, config.blocks, corpus, blocks))
+
+
+def saved(model: Model, folder: Path) -> Path:
+    """The model as `train` leaves it."""
+    run = create_run(folder, model.config, "tiny")
+    for number, block in enumerate([*model.blocks, *([model.fusion] if model.fusion else [])], 1):
+        publish(run, number, block)
+    seal(run, model.config, "tiny", model.pool_weights)
+    return folder
+
+
+@dataclass
+class Process:
+    """A command that stays, and what it said first."""
+
+    process: subprocess.Popen[str]
+    said: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        """Of a `serve`."""
+        return str(self.said["url"])
+
+    def status(self, **headers: str) -> dict[str, Any]:
+        """What a `serve` tells of itself."""
+        return dict(httpx2.get(f"{self.url}/v1/status", headers=headers, timeout=PATIENCE).json())
+
+    def interrupt(self) -> int:
+        """Ctrl-C; the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=PATIENCE)
+
+
+@contextmanager
+def started(*arguments: str, cwd: Path) -> Iterator[Process]:
+    """A command with --json that stays, as long as the block lasts."""
+    process = start(*arguments, "--json", cwd=cwd)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (cwd / f"{arguments[0]}.err").read_text()[-2000:]
+        yield Process(process, json.loads(line))
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

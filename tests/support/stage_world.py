@@ -1,0 +1,267 @@
+"""Stages in the test's own loop, lines to them, a bare client that may say anything, and a wire that can go dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+
+from blocktrain.config import Config
+from blocktrain.learning.compose import Model
+from blocktrain.learning.model import Block, Cache, build_reference
+from blocktrain.learning.train import REFERENCE
+from blocktrain.protocol import frames, handshake
+from blocktrain.protocol.frames import Buffer, Decoder, Frame, Header
+from blocktrain.runs.folder import Run, create_run, publish, seal
+from blocktrain.serving.holding import FanBlocks, Holding, Part
+from blocktrain.serving.line.lines import Access, StageLine
+from blocktrain.serving.stage.peer import Limits
+from blocktrain.serving.stage.stage import Guard, Stage
+from conftest import random_model
+
+KEY = b"a key of some length"
+MODEL = "0" * 64
+P = ParamSpec("P")
+
+
+def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that is a coroutine, and fails too where something breaks that nobody waits for."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(watched(test(*args, **kwargs)))
+
+    return run
+
+
+async def watched(work: Coroutine[Any, Any, None]) -> None:
+    troubles: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
+    await asyncio.wait_for(work, 120)
+    assert not troubles
+
+
+def random_reference(config: Config) -> Block:
+    """The end-to-end model with random weights everywhere."""
+    made = build_reference(config)
+    generator = torch.Generator().manual_seed(6)
+    for parameter in made.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5, generator=generator)
+    return made.requires_grad_(False).eval()
+
+
+def run_folder(folder: Path, config: Config) -> Model:
+    """A finished run with random weights, and its reference."""
+    model = random_model(config)
+    run: Run = create_run(folder, config, "none")
+    for number, block in enumerate([*model.blocks, *([model.fusion] if model.fusion else [])], start=1):
+        publish(run, number, block)
+    publish(run, REFERENCE, random_reference(config))
+    seal(run, config, "none", None)
+    return model
+
+
+class Slow(FanBlocks):
+    """Takes its time, waits at a gate, or breaks; and remembers what was worked on together."""
+
+    seconds = 0.0
+    broken = False
+
+    def __init__(self, model: Model, *numbers: int) -> None:
+        chosen = numbers or range(1, len(model.blocks) + 1)
+        super().__init__(model.config, {n: model.blocks[n - 1] for n in chosen}, MODEL)
+        self.together: list[int] = []
+        self.starts: list[int] = []
+        self.caches: list[weakref.ref[Cache]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fresh(self, blocks: tuple[int, ...]) -> dict[int, Cache]:
+        """A cache per block, to be seen until it is freed."""
+        made: dict[int, Cache] = super().fresh(blocks)
+        self.caches += map(weakref.ref, made.values())
+        return made
+
+    def work(self, parts: Sequence[Part]) -> list[Tensor]:
+        """As it says."""
+        self.together.append(len(parts))
+        self.starts += [part.start for part in parts]
+        time.sleep(self.seconds)
+        self.gate.wait(20)
+        if self.broken:
+            raise RuntimeError("out of order")
+        return super().work(parts)
+
+
+def fan_of(model: Model, *numbers: int) -> FanBlocks:
+    """Some blocks of a model."""
+    return FanBlocks(model.config, {n: model.blocks[n - 1] for n in numbers or range(1, len(model.blocks) + 1)}, MODEL)
+
+
+@contextlib.asynccontextmanager
+async def serving(holding: Holding, limits: Limits | None = None, key: bytes = KEY) -> AsyncIterator[Stage]:
+    """A stage, as long as the block lasts."""
+    stage = Stage(holding, Guard(key), limits)
+    await stage.start()
+    try:
+        yield stage
+    finally:
+        await stage.aclose()
+
+
+@contextlib.asynccontextmanager
+async def line_to(stage: Stage | str, fingerprint: str = "", key: bytes = KEY) -> AsyncIterator[StageLine]:
+    """A line that is alive."""
+    address = stage
+    if isinstance(stage, Stage):
+        address, fingerprint = stage.address, fingerprint or stage.holding.facts.fingerprint
+    line = StageLine(str(address), Access(fingerprint, key))
+    try:
+        await line.ready()
+        yield line
+    finally:
+        await line.aclose()
+
+
+@contextlib.asynccontextmanager
+async def ring_of(holdings: Sequence[Holding]) -> AsyncIterator[list[StageLine]]:
+    """A stage and a line for each."""
+    async with contextlib.AsyncExitStack() as stack:
+        stages = [await stack.enter_async_context(serving(holding)) for holding in holdings]
+        yield [await stack.enter_async_context(line_to(stage)) for stage in stages]
+
+
+class Bare:
+    """A connection by hand, for those who do not keep to the rules."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.decoder = Decoder(lambda *_: 1 << 20)
+        self.found: list[Frame] = []
+
+    @classmethod
+    async def dial(cls, address: str) -> Bare:
+        """Connected, nothing said."""
+        host, _, port = address.rpartition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    @classmethod
+    async def greeted(cls, stage: Stage, role: frames.Role = "entry") -> Bare:
+        """Let in."""
+        made = await cls.dial(stage.address)
+        challenge = (await made.next()).header
+        assert isinstance(challenge, frames.Challenge)
+        made.say(handshake.make_hello(stage.guard.key, challenge.nonce, bytes(32), role, stage.holding.facts.fingerprint))
+        assert isinstance((await made.next()).header, frames.Welcome)
+        return made
+
+    def say(self, header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()) -> None:
+        """A frame."""
+        self.raw(b"".join(frames.encode(header, session, sequence, payload)))
+
+    def raw(self, data: bytes) -> None:
+        """Anything."""
+        self.writer.write(data)
+
+    async def next(self) -> Frame:
+        """The next frame; EOFError at the end."""
+        while not self.found:
+            data = await asyncio.wait_for(self.reader.read(65536), 20)
+            if not data:
+                raise EOFError
+            self.found += self.decoder.feed(data)
+        return self.found.pop(0)
+
+    async def error(self) -> tuple[str, bool]:
+        """The code of the next refusal, and whether the connection lives on after it."""
+        while not isinstance(header := (await self.next()).header, frames.Error):
+            pass
+        try:
+            self.say(frames.Ping(99))
+            while not isinstance((await self.next()).header, frames.Pong):
+                pass
+            return header.code, True
+        except (EOFError, ConnectionError):
+            return header.code, False
+
+    async def close(self) -> None:
+        """Hang up."""
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+class Wire:
+    """A relay before a stage that can swallow everything without a word."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.dead = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> str:
+        """Listen; gives the address."""
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.dead:
+            return
+        host, _, port = self.target.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.get_running_loop().create_task(self._pass(source, sink))
+            self._tasks.add(task)
+
+    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(65536):
+                if not self.dead:
+                    sink.write(data)
+            if not self.dead:
+                sink.close()
+
+    async def close(self) -> None:
+        """Nothing passes any more."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def text_of(length: int, seed: int = 1) -> bytes:
+    """Random bytes."""
+    return bytes(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def ids_of(text: bytes) -> Tensor:
+    """The same for a block."""
+    return torch.tensor([list(text)])
+
+
+def mutated(data: bytes, draw: random.Random) -> bytearray:
+    """With some bits, bytes or lengths changed."""
+    found = bytearray(data)
+    for _ in range(draw.randrange(1, 4)):
+        place = draw.randrange(len(found))  # a frame is longer than what is taken from it
+        match draw.randrange(4):
+            case 0:
+                found[place] ^= 1 << draw.randrange(8)
+            case 1:
+                found[place] = draw.randrange(256)
+            case 2:
+                del found[place : place + draw.randrange(1, 9)]
+            case _:
+                found[place:place] = draw.randbytes(draw.randrange(1, 9))
+    return found
