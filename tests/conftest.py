@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other on a busy machine cost six times the work
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some virtual machines announce AMX and cannot run it
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # threads that wait for each other on a busy machine cost six times the work
+os.environ.setdefault(
+    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+)  # some virtual machines announce AMX and cannot run it
 
 import pytest
 import torch
@@ -31,7 +35,15 @@ settings.load_profile("suite")
 Tiny = Callable[..., Config]
 
 # Files that take minutes. They come first: tests that run side by side are then done sooner.
-LONGEST = ("test_docs", "test_bench_quality", "test_bench_transport", "test_bench_serving", "test_cli", "test_faults", "test_scoring")
+LONGEST = (
+    "test_docs",
+    "test_bench_quality",
+    "test_bench_transport",
+    "test_bench_serving",
+    "test_cli",
+    "test_faults",
+    "test_scoring",
+)
 
 WORDS = [
     "amber",
@@ -58,8 +70,11 @@ WORDS = [
 def write_text(lines: int, seed: int) -> str:
     """Sentences of a small grammar: learnable in a few steps, never quite certain."""
     draw = random.Random(seed)
-    noun = lambda: draw.choice(WORDS)  # noqa: E731
-    return "".join(f"the {noun()} {draw.choice(['meets', 'leaves', 'finds'])} the {noun()} by the {noun()}.\n" for _ in range(lines))
+    noun = lambda: draw.choice(WORDS)
+    return "".join(
+        f"the {noun()} {draw.choice(['meets', 'leaves', 'finds'])} the {noun()} by the {noun()}.\n"
+        for _ in range(lines)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +91,14 @@ def corpus(corpus_folder: Path) -> Corpus:
 
 
 def tiny_config(**changes: Any) -> Config:
-    small: dict[str, Any] = {"blocks": 3, "layers_per_block": 1, "width": 16, "heads": 2, "context": 16, "z_width": 8}
+    small: dict[str, Any] = {
+        "blocks": 3,
+        "layers_per_block": 1,
+        "width": 16,
+        "heads": 2,
+        "context": 16,
+        "z_width": 8,
+    }
     return make_config({**small, "batch": 4, "steps": 12, "warmup": 2, **changes})
 
 
@@ -95,7 +117,9 @@ def random_model(config: Config) -> Model:
     for block in [*blocks, *([fusion] if fusion else [])]:
         for parameter in block.parameters():
             if not parameter.any():
-                torch.nn.init.normal_(parameter, std=parameter.shape[0] ** -0.5, generator=generator)
+                torch.nn.init.normal_(
+                    parameter, std=parameter.shape[0] ** -0.5, generator=generator
+                )
     return Model(config, blocks, fusion)
 
 
@@ -104,7 +128,9 @@ def make_model() -> Callable[[Config], Model]:
     return random_model
 
 
-def train_block(config: Config, index: int, corpus: Corpus, sources: list[Block] | None = None) -> Block:
+def train_block(
+    config: Config, index: int, corpus: Corpus, sources: list[Block] | None = None
+) -> Block:
     trainer = Trainer(config, index, sources or [])
     for _ in trainer.run(corpus.train, config.steps):
         pass
@@ -114,7 +140,15 @@ def train_block(config: Config, index: int, corpus: Corpus, sources: list[Block]
 @pytest.fixture(scope="session")
 def trained(corpus: Corpus) -> Model:
     """A small run, trained as `local` does it, pool weights fitted."""
-    config = tiny_config(blocks=4, width=24, context=32, batch=8, steps=150, learning_rate=1e-2, fusion_learning_rate=1e-2)
+    config = tiny_config(
+        blocks=4,
+        width=24,
+        context=32,
+        batch=8,
+        steps=150,
+        learning_rate=1e-2,
+        fusion_learning_rate=1e-2,
+    )
     blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
     fusion = train_block(config, config.blocks, corpus, blocks)
     weights = fit_pool_weights(Model(config, blocks), corpus.calibration)

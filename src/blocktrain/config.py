@@ -19,7 +19,9 @@ from blocktrain.errors import ConfigError
 LARGEST_FILE = 1 << 20  # bytes of settings
 OF_RUN = ("data", "reference")  # settings of a run that are none of the model
 WORDS = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"),
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
+    ),
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_type": "must be a text",
@@ -49,7 +51,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Config(BaseModel):
     """All that decides what is trained. Field docstrings are the help texts of the flags."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     blocks: int = Field(default=4, ge=1, le=256)
     """Blocks in the model; with compose=fuse the last one is the fusion block."""
@@ -128,7 +132,9 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         if self.width % (2 * self.heads):
-            raise ValueError(f"heads={self.heads} must divide width={self.width} into even parts; try {_fitting(self.width, self.heads)}")
+            raise ValueError(
+                f"heads={self.heads} must divide width={self.width} into even parts; try {_fitting(self.width, self.heads)}"
+            )
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
         if self.compose == "euler" and self.objective != "denoise":
@@ -136,20 +142,28 @@ class Config(BaseModel):
         if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
             raise ValueError("skip=edm only composes by euler; use compose=euler or skip=exact")
         if self.compose == "fuse" and self.blocks < 2:
-            raise ValueError("compose=fuse needs at least 2 blocks: one to read and the fusion block")
+            raise ValueError(
+                "compose=fuse needs at least 2 blocks: one to read and the fusion block"
+            )
         if self.compose == "fuse" and self.objective != "next":
-            raise ValueError("compose=fuse needs objective=next; use compose=pool or compose=euler with objective=denoise")
+            raise ValueError(
+                "compose=fuse needs objective=next; use compose=pool or compose=euler with objective=denoise"
+            )
         if self.tail:
             if self.objective != "denoise":
                 raise ValueError("tail needs objective=denoise")
             if self.tail >= self.context:
                 raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
             if self.tail_sigma_min >= self.sigma_max:
-                raise ValueError(f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}")
+                raise ValueError(
+                    f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}"
+                )
         normal = NormalDist(self.p_mean, self.p_std)
         for lowest in ("sigma_min", *(["tail_sigma_min"] if self.tail else [])):
             if normal.cdf(log(self.sigma_max)) - normal.cdf(log(getattr(self, lowest))) < 1e-6:
-                raise ValueError(f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between {lowest} and sigma_max")
+                raise ValueError(
+                    f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between {lowest} and sigma_max"
+                )
         return self
 
     @property
@@ -188,10 +202,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:  # which may be endless
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
-            raise ConfigError(f"{path} has more than {LARGEST_FILE} bytes: that is no settings file")
+            raise ConfigError(
+                f"{path} has more than {LARGEST_FILE} bytes: that is no settings file"
+            )
         return tomllib.loads(content.decode())
     except OSError as error:
-        raise ConfigError(f"cannot read the settings file {path}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"cannot read the settings file {path}: {error.strerror or error}"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
@@ -199,7 +217,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings in a TOML file, not yet validated, and what a run's own config.toml says besides; nothing without a file."""
     settings = read_toml(path) if path else {}
-    return settings, {name: settings.pop(name) for name in (*OF_RUN, "fingerprint") if name in settings}
+    return settings, {
+        name: settings.pop(name) for name in (*OF_RUN, "fingerprint") if name in settings
+    }
 
 
 def _fitting(width: int, heads: int) -> str:
@@ -218,7 +238,9 @@ def sentence(error: ValidationError) -> str:
         else:
             parts.append(f"{name}: {words(item)} (got {item['input']!r})" if name else words(item))
     if unknown:
-        parts.append(f"unknown setting {', '.join(unknown)}; known settings: {', '.join([*OF_RUN, *Config.model_fields])}")
+        parts.append(
+            f"unknown setting {', '.join(unknown)}; known settings: {', '.join([*OF_RUN, *Config.model_fields])}"
+        )
     return "; ".join(parts)
 
 

@@ -66,7 +66,9 @@ OUT_OF_MEMORY = "out of memory; use a smaller --batch, --width or --context"
 
 def out_of_memory(error: Exception) -> bool:
     """Whether memory was wanting; torch says so by a RuntimeError."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "memory" in str(error)
+    )
 
 
 def broken(error: OSError) -> str:

@@ -17,7 +17,14 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
-from blocktrain.errors import OUT_OF_MEMORY, BlockTrainError, Interrupted, RunError, broken, out_of_memory
+from blocktrain.errors import (
+    OUT_OF_MEMORY,
+    BlockTrainError,
+    Interrupted,
+    RunError,
+    broken,
+    out_of_memory,
+)
 
 STOP_SECONDS = 60
 
@@ -26,8 +33,14 @@ class Channel:
     """A job's line to the process that started it."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._parent, self._told = connection, multiprocessing.parent_process(), False
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+        self._connection, self._parent, self._told = (
+            connection,
+            multiprocessing.parent_process(),
+            False,
+        )
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches the whole group; the parent decides
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: object) -> None:
@@ -71,7 +84,10 @@ class _Table:
 
 
 def run_jobs(
-    jobs: Iterable[Job], slots: int, on_message: Callable[[str, dict[str, Any]], None], again: str = "continue with --resume"
+    jobs: Iterable[Job],
+    slots: int,
+    on_message: Callable[[str, dict[str, Any]], None],
+    again: str = "continue with --resume",
 ) -> None:
     """Run all jobs; the first that fails, or Ctrl-C, tells the others to save and end, then raises. `again` says how to go on."""
     table = _Table({job.name: job for job in jobs})
@@ -80,11 +96,15 @@ def run_jobs(
     context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
     try:
         while table.waiting or table.running:
-            for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][: slots - len(table.running)]:
+            for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][
+                : slots - len(table.running)
+            ]:
                 table.running[job.name] = _start(job, context)
                 del table.waiting[job.name]
             if not table.running:
-                raise RunError(f"jobs wait for something that never comes: {', '.join(table.waiting)}")
+                raise RunError(
+                    f"jobs wait for something that never comes: {', '.join(table.waiting)}"
+                )
             _collect(table, on_message, again)
     except KeyboardInterrupt:
         _end(table, on_message)
@@ -132,7 +152,9 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], a
             running.process.join()
             del table.running[name]
             if running.error or running.process.exitcode:
-                raise RunError(f"{name}: {running.error or _obituary(running.process.exitcode, again)}") from None
+                raise RunError(
+                    f"{name}: {running.error or _obituary(running.process.exitcode, again)}"
+                ) from None
             table.done.add(name)
             continue
         if "error" in message:
@@ -157,13 +179,18 @@ def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> No
     deadline = time.monotonic() + STOP_SECONDS
     try:
         for name, running in table.running.items():
-            while running.connection.poll(max(0.0, deadline - time.monotonic())) and time.monotonic() < deadline:
+            while (
+                running.connection.poll(max(0.0, deadline - time.monotonic()))
+                and time.monotonic() < deadline
+            ):
                 try:
                     message = running.connection.recv()
                 except (EOFError, ConnectionResetError):
                     break
                 if "error" not in message:
-                    with suppress(OSError):  # a log that cannot be written is told by what ended the jobs
+                    with suppress(
+                        OSError
+                    ):  # a log that cannot be written is told by what ended the jobs
                         on_message(name, message)
             running.process.join(max(0.0, deadline - time.monotonic()))
     finally:

@@ -10,7 +10,14 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 console = Console(stderr=True)
@@ -19,7 +26,13 @@ console = Console(stderr=True)
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[float], None]]:
     """One bar, fed with the share that is done."""
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
         task = progress.add_task(title, total=1.0)
         yield lambda share: progress.update(task, completed=share)
 
@@ -54,7 +67,9 @@ class StepBars:
 
     def warn(self, sentence: str) -> None:
         """A line above the bars."""
-        self._progress.console.print(f"[yellow]{escape(sentence)}[/]", highlight=False, soft_wrap=True)
+        self._progress.console.print(
+            f"[yellow]{escape(sentence)}[/]", highlight=False, soft_wrap=True
+        )
 
 
 class JobBars:
@@ -62,7 +77,11 @@ class JobBars:
 
     def __init__(self, title: str, count: int) -> None:
         self._progress = Progress(
-            TextColumn("{task.description:>20}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=console
+            TextColumn("{task.description:>20}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+            console=console,
         )
         self._all = self._progress.add_task(title, total=count, note="")
         self._tasks: dict[str, TaskID] = {}
@@ -81,7 +100,9 @@ class JobBars:
         share = message["share"] if "share" in message else message["step"] / message["steps"]
         note = f"loss {message['loss']:.3f}" if "loss" in message else ""
         self._progress.update(self._tasks[name], completed=share, note=note, visible=share < 1)
-        self._progress.update(self._all, completed=sum(task.finished for task in self._progress.tasks[1:]))
+        self._progress.update(
+            self._all, completed=sum(task.finished for task in self._progress.tasks[1:])
+        )
 
 
 def perplexity(nats: float) -> float:
@@ -96,7 +117,13 @@ def ce_table(title: str, ce: dict[str, float]) -> Table:
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, value in ce.items():
         style = "bold" if name == "composed" else None
-        table.add_row(name, f"{value:.4f}", f"{value / math.log(2):.4f}", f"{perplexity(value):.4f}", style=style)
+        table.add_row(
+            name,
+            f"{value:.4f}",
+            f"{value / math.log(2):.4f}",
+            f"{perplexity(value):.4f}",
+            style=style,
+        )
     return table
 
 
@@ -104,7 +131,9 @@ def rows_table(title: str, rows: list[dict[str, Any]]) -> Table:
     """Rows of one shape as a table; the columns are those of the first row."""
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
+        table.add_column(
+            column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True
+        )
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in rows[0]))
     return table

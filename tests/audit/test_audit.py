@@ -46,9 +46,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> P
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, prepared: Path) -> Iterator[dict[str, Coordinator]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, prepared: Path
+) -> Iterator[dict[str, Coordinator]]:
     found = {
-        outer: play(tmp_path_factory.mktemp(outer), corpus, prepared, compression=compression, outer=outer)
+        outer: play(
+            tmp_path_factory.mktemp(outer), corpus, prepared, compression=compression, outer=outer
+        )
         for compression, outer in (("none", "average"), ("int4", "nesterov"))
     }
     yield found
@@ -68,14 +72,25 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
-def test_honest_run_passes_from_its_folder_and_through_its_calls(runs: dict[str, Coordinator], outer: str, tmp_path: Path) -> None:
+def test_honest_run_passes_from_its_folder_and_through_its_calls(
+    runs: dict[str, Coordinator], outer: str, tmp_path: Path
+) -> None:
     run = runs[outer]
     seen: list[tuple[str, int, int]] = []
     found = audit(Folder(run.live.store.blobs.folder), progress=lambda *step: seen.append(step))
     assert found.findings == () and found.ok
-    assert (found.updates, found.versions, found.pending, found.dropped, found.retrained) == (9, 4, 1, 0, 0)
+    assert (found.updates, found.versions, found.pending, found.dropped, found.retrained) == (
+        9,
+        4,
+        1,
+        0,
+        0,
+    )
     assert seen[-1] == ("entries", found.entries, found.entries)
-    assert found.contributions == run.live.store.contributions() and sum(n for n, _ in found.contributions.values()) == 8
+    assert (
+        found.contributions == run.live.store.contributions()
+        and sum(n for n, _ in found.contributions.values()) == 8
+    )
     through = audit(Remote(LocalClient(run), tmp_path))
     assert through == found, "also without the payload that still waits, which nobody may read yet"
     told = json.loads(json.dumps(found.as_dict()))
@@ -83,7 +98,9 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(runs: dict[str,
 
 
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
-def test_honest_run_trains_again_to_the_same_bytes(runs: dict[str, Coordinator], outer: str) -> None:
+def test_honest_run_trains_again_to_the_same_bytes(
+    runs: dict[str, Coordinator], outer: str
+) -> None:
     torch.set_num_threads(2)
     found = audit(Folder(runs[outer].live.store.blobs.folder), retrain=True)
     assert found.findings == () and found.retrained == found.updates == 9
@@ -112,9 +129,14 @@ class Forged:
     def record(self) -> Record:
         entries: list[ledger.LedgerEntry] = []
         for seq, (kind, value) in enumerate(self.told, start=1):
-            previous, body = entries[-1].hash if entries else ledger.BEGINNING, canonical_json(value)
+            previous, body = (
+                entries[-1].hash if entries else ledger.BEGINNING,
+                canonical_json(value),
+            )
             digest = ledger.entry_hash(seq, kind, body, previous)
-            entries.append(ledger.LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest))  # type: ignore[arg-type]
+            entries.append(
+                ledger.LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest)
+            )  # type: ignore[arg-type]
         return Record(tuple(entries))
 
     def blob(self, blob: Blob) -> bytes:
@@ -123,7 +145,9 @@ class Forged:
 
 def forge(folder: Path, *changes: Change) -> Forged:
     source = Folder(folder)
-    told: list[tuple[str, Body]] = [(entry.kind, json.loads(entry.body)) for entry in source.record().entries]
+    told: list[tuple[str, Body]] = [
+        (entry.kind, json.loads(entry.body)) for entry in source.record().entries
+    ]
     for change in changes:
         change(told)
     return Forged(source, told)
@@ -137,7 +161,9 @@ def names(source: Source, *, retrain: bool = False) -> set[str]:
 
 def nth(told: list[tuple[str, Body]], kind: str, number: int = 0) -> Body:
     """The body of an entry of a kind; versions are counted without those that a run begins with."""
-    return [body for found, body in told if found == kind and (kind != "version" or body["version"])][number]
+    return [
+        body for found, body in told if found == kind and (kind != "version" or body["version"])
+    ][number]
 
 
 def put(kind: str, number: int, *path: Any) -> Change:
@@ -168,7 +194,9 @@ def resign(told: list[tuple[str, Body]]) -> None:
 def leave_out(told: list[tuple[str, Body]]) -> None:
     """A version that keeps quiet about one of its two updates, and is consistent otherwise."""
     made, update = nth(told, "version"), nth(told, "update")
-    made["parts"] = [{**part, "share": 1.0} for part in made["parts"] if part["update"] != update["id"]]
+    made["parts"] = [
+        {**part, "share": 1.0} for part in made["parts"] if part["update"] != update["id"]
+    ]
     made["applied"], made["norms"] = [part["update"] for part in made["parts"]], made["norms"][:1]
 
 
@@ -208,30 +236,53 @@ def say_other_tokens(told: list[tuple[str, Body]]) -> None:
 
 
 def kick_first(told: list[tuple[str, Body]]) -> None:
-    told.insert(told.index(("update", nth(told, "update"))), ("kick", {"worker": nth(told, "update")["worker"], "reason": ""}))
+    told.insert(
+        told.index(("update", nth(told, "update"))),
+        ("kick", {"worker": nth(told, "update")["worker"], "reason": ""}),
+    )
 
 
-ANOTHER = {"weights", "momentum", "rule", "contributions"}  # what a version shows that is made of something else
+ANOTHER = {
+    "weights",
+    "momentum",
+    "rule",
+    "contributions",
+}  # what a version shows that is made of something else
 FAULTS: dict[str, tuple[Change, set[str]]] = {
     "an update left out": (leave_out, {"lost", *ANOTHER}),
     "an update used again": (use_again, {"doubled"}),
     "an update twice in a version": (use_twice, {"doubled"}),
     "an update that nobody sent": (use_unknown, {"unexpected", "lost"}),
     "an update of another block": (use_of_another_block, {"unexpected"}),
-    "other shares": (put("version", 0, "parts", 0, "share", 0.75), {"share", "weights", "momentum"}),
-    "an update made smaller": (put("version", 0, "parts", 0, "scale", 0.5), {"weights", "momentum", "rule"}),
+    "other shares": (
+        put("version", 0, "parts", 0, "share", 0.75),
+        {"share", "weights", "momentum"},
+    ),
+    "an update made smaller": (
+        put("version", 0, "parts", 0, "scale", 0.5),
+        {"weights", "momentum", "rule"},
+    ),
     "another order of adding": (reverse, {"share", "rule"}),
     "another outer step": (put("version", 0, "outer_learning_rate", 0.1), {"weights", "rule"}),
-    "other weights": (put("version", 3, "weights", "sha256", "0" * 64), {"weights", "blob", "lease"}),
+    "other weights": (
+        put("version", 3, "weights", "sha256", "0" * 64),
+        {"weights", "blob", "lease"},
+    ),
     "other momentum": (put("version", 3, "momentum", None), {"momentum"}),
-    "a version that is missing": (without("version", 1), {"sequence", "lost", "lease", "weight", *ANOTHER}),
+    "a version that is missing": (
+        without("version", 1),
+        {"sequence", "lost", "lease", "weight", *ANOTHER},
+    ),
     "another parent": (put("version", 1, "parent", "0" * 64), {"sequence"}),
     "more tokens than were sent": (put("version", 3, "tokens", 10**6), {"contributions"}),
     "other features": (put("version", 3, "features", []), {"update"}),
     "a changed submission": (put("update", 0, "submission", "loss_after", 0.5), {"signature"}),
     "another id": (put("update", 8, "id", "0" * 64), {"update"}),
     "another order": (put("update", 0, "order", "stream", 7), {"lease"}),
-    "tokens that were not trained": (say_other_tokens, {"signature", "update", "share", "contributions"}),
+    "tokens that were not trained": (
+        say_other_tokens,
+        {"signature", "update", "share", "contributions"},
+    ),
     "more weight than staleness gives": (put("update", 2, "weight", 0.5), {"weight", "share"}),
     "less staleness": (put("update", 4, "staleness", 1), {"weight"}),
     "a worker that never joined": (without("join", 0), {"join"}),
@@ -239,9 +290,15 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
     "another key": (put("join", 0, "public_key", "1" * 64), {"join", "signature"}),
     "a task that nobody gave": (without("lease", 0), {"lease"}),
     "a task that was given again": (lease_again, {"fence"}),
-    "a task with other weights": (put("lease", 0, "order", "weights", "sha256", "0" * 64), {"lease"}),
+    "a task with other weights": (
+        put("lease", 0, "order", "weights", "sha256", "0" * 64),
+        {"lease"},
+    ),
     "a task that is answered twice": (answer_twice, {"twice"}),
-    "an entry without a field": (lambda told: nth(told, "lease").pop("fence"), {"malformed", "lease"}),
+    "an entry without a field": (
+        lambda told: nth(told, "lease").pop("fence"),
+        {"malformed", "lease"},
+    ),
     "another fingerprint": (put("run", 0, "fingerprint", "0" * 64), {"run"}),
     "no beginning": (without("run"), {"run", "sequence"}),
 }
@@ -260,7 +317,12 @@ def test_what_is_said_elsewhere_may_not_be_said_again(folder: Path) -> None:
 
     def drop(told: list[tuple[str, Body]]) -> None:
         closed = {"block": 2, "version": 1, "event": "empty", "seconds": 1.0, "reason": ""}
-        told.append(("round", {**closed, "dropped": {nth(told, "update", 8)["id"]: "worse than its parent"}}))
+        told.append(
+            (
+                "round",
+                {**closed, "dropped": {nth(told, "update", 8)["id"]: "worse than its parent"}},
+            )
+        )
 
     found = audit(forge(folder, drop))
     assert found.ok and (found.pending, found.dropped) == (0, 1)
@@ -282,7 +344,10 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
     draw = np.random.default_rng(5)
 
     def tensors(size: float = 1.0) -> codec.Tensors:
-        return {name: (size * draw.standard_normal(shape)).astype(np.float32) for name, shape in (("b", (3, 4)), ("a", (7,)))}
+        return {
+            name: (size * draw.standard_normal(shape)).astype(np.float32)
+            for name, shape in (("b", (3, 4)), ("a", (7,)))
+        }
 
     current, old, held = tensors(), tensors(), tensors()
     updates = [
@@ -291,26 +356,40 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
         Update("3", tensors(), 20, 1.0),
         Update("4", tensors(1e-3), 20, 1.0),
     ]
-    merged = merge(Before(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)), updates)
-    assert merged.state is not None and min(c.scale for c in merged.used) < max(c.scale for c in merged.used) == 1.0
+    merged = merge(
+        Before(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)), updates
+    )
+    assert (
+        merged.state is not None
+        and min(c.scale for c in merged.used) < max(c.scale for c in merged.used) == 1.0
+    )
     mean = None
     for u, candidate in zip(updates, merged.used, strict=True):
         base = old if u.base is old else None
-        proposed, norm = recompute.propose(current, codec.Opened(dict(u.values), u.absolute), base, candidate.scale)
-        assert (norm, recompute.clip_scale(norm, (6.0,), 0.5, 1)) == (candidate.norm, candidate.scale)
+        proposed, norm = recompute.propose(
+            current, codec.Opened(dict(u.values), u.absolute), base, candidate.scale
+        )
+        assert (norm, recompute.clip_scale(norm, (6.0,), 0.5, 1)) == (
+            candidate.norm,
+            candidate.scale,
+        )
         mean = recompute.add(mean, candidate.share, proposed)
     assert mean is not None
     made = FACTS["version"].model_copy(update={"outer": outer})
     assert isinstance(made, ledger.VersionFacts)
     weights, momentum = recompute.next_weights(current, mean, held, made)
     assert weights.sha256 == sha256(codec.pack(merged.state))
-    assert (momentum and momentum.sha256) == (merged.momentum and sha256(codec.pack(merged.momentum)))
+    assert (momentum and momentum.sha256) == (
+        merged.momentum and sha256(codec.pack(merged.momentum))
+    )
 
 
 def test_a_ledger_that_was_not_linked_again_is_found_by_its_chain(copy: Path) -> None:
     with sqlite3.connect(copy / "run.sqlite") as db:
         db.execute("DROP TRIGGER ledger_no_update")
-        db.execute("UPDATE ledger SET body = replace(body, 'the beginning', 'a beginning') WHERE seq = 2")
+        db.execute(
+            "UPDATE ledger SET body = replace(body, 'the beginning', 'a beginning') WHERE seq = 2"
+        )
     db.close()
     found = audit(Folder(copy))
     assert [(f.name, f.entry) for f in found.findings] == [("chain", 2)] and found.entries > 30
@@ -319,7 +398,11 @@ def test_a_ledger_that_was_not_linked_again_is_found_by_its_chain(copy: Path) ->
         db.execute("DELETE FROM ledger WHERE kind = 'start'")
         db.execute("UPDATE updates SET tokens = tokens + 1")
     db.close()
-    assert [(f.name, f.entry) for f in audit(Folder(copy)).findings] == [("chain", 2), ("chain", 4), ("contributions", 0)]
+    assert [(f.name, f.entry) for f in audit(Folder(copy)).findings] == [
+        ("chain", 2),
+        ("chain", 4),
+        ("contributions", 0),
+    ]
 
 
 def flip(path: Path) -> None:
@@ -345,7 +428,13 @@ def test_damaged_and_missing_blobs_are_found(copy: Path) -> None:
 def test_a_body_has_one_spelling(folder: Path) -> None:
     entry = Folder(folder).record().entries[4]
     assert facts(ledger.JoinFacts, entry).worker == PEOPLE["a"].worker
-    for body in (entry.body.replace(",", ", ", 1), "[]", "nonsense", '{"x":NaN}', entry.body[:-1] + ',"worker":"x"}'):
+    for body in (
+        entry.body.replace(",", ", ", 1),
+        "[]",
+        "nonsense",
+        '{"x":NaN}',
+        entry.body[:-1] + ',"worker":"x"}',
+    ):
         with pytest.raises(Refused, match="the body of entry 5"):
             facts(ledger.JoinFacts, entry.model_copy(update={"body": body}))
 
@@ -353,9 +442,18 @@ def test_a_body_has_one_spelling(folder: Path) -> None:
 TRAINED: dict[str, tuple[Change, set[str]]] = {
     "other losses": (put("update", 0, "submission", "loss_after", 0.5), {"retrain"}),
     "another lineage": (put("update", 0, "submission", "lineage", "0" * 64), {"lineage"}),
-    "another state": (put("update", 2, "submission", "continued", {"optimizer": None, "residual": 1}), {"retrain", "lineage"}),
-    "a state that nobody left": (put("update", 2, "submission", "continued", "optimizer", 77), {"retrain"}),
-    "states in a circle": (put("update", 0, "submission", "continued", "optimizer", 4), {"lineage"}),
+    "another state": (
+        put("update", 2, "submission", "continued", {"optimizer": None, "residual": 1}),
+        {"retrain", "lineage"},
+    ),
+    "a state that nobody left": (
+        put("update", 2, "submission", "continued", "optimizer", 77),
+        {"retrain"},
+    ),
+    "states in a circle": (
+        put("update", 0, "submission", "continued", "optimizer", 4),
+        {"lineage"},
+    ),
 }
 
 
@@ -374,7 +472,11 @@ def test_work_on_other_text_is_found_and_may_be_another_machine(folder: Path) ->
 
     found = audit(forge(folder, other_text), retrain=True).findings
     first = next(f for f in found if f.name == "retrain")
-    assert "differ by up to" in first.sentence and "trained on cpu" in first.sentence and torch.__version__ in first.sentence
+    assert (
+        "differ by up to" in first.sentence
+        and "trained on cpu" in first.sentence
+        and torch.__version__ in first.sentence
+    )
 
 
 def test_beginnings_that_the_seed_does_not_give_are_found(folder: Path) -> None:
@@ -387,7 +489,9 @@ def test_beginnings_that_the_seed_does_not_give_are_found(folder: Path) -> None:
     assert [f.sentence for f in found if "version 0 of block 2 is not" in f.sentence]
 
 
-def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(runs: dict[str, Coordinator], tmp_path: Path) -> None:
+def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(
+    runs: dict[str, Coordinator], tmp_path: Path
+) -> None:
     class TwoFaced(LocalClient):
         def manifest(self) -> Manifest:
             honest = super().manifest()
@@ -404,8 +508,18 @@ def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(runs: di
 def test_the_audit_shares_nothing_with_what_it_checks() -> None:
     code = "import sys, blocktrain.coordination.audit as a; print(*(m for m in sys.modules if m.startswith(('blocktrain.', 'torch'))))"
     root = Path(__file__).parents[2]
-    loaded = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(root / "src")}, capture_output=True, text=True, check=True)
-    rooms = {name.removeprefix("blocktrain.coordination.") for name in loaded.stdout.split() if "coordination." in name}
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rooms = {
+        name.removeprefix("blocktrain.coordination.")
+        for name in loaded.stdout.split()
+        if "coordination." in name
+    }
     assert rooms == {"audit", "evidence", "recompute", "client"} and "torch" not in loaded.stdout
     replay = (root / "src/blocktrain/coordination/replay.py").read_text()
     assert "coordination.evidence" in replay and replay.count("blocktrain.coordination") == 1

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from blocktrain.bench.network.shaper import Link, shaped
-from blocktrain.bench.transport.coordinator import SwarmOptions, Vitals, stolen_share, swarm_result, vitals_result
+from blocktrain.bench.transport.coordinator import (
+    SwarmOptions,
+    Vitals,
+    stolen_share,
+    swarm_result,
+    vitals_result,
+)
 from blocktrain.bench.transport.swarm import Failed, HttpLine, Load, Notes, run_swarm
 from blocktrain.bench.transport.transfers import TransferOptions
 from blocktrain.coordinator.server import Listen, running
@@ -23,26 +29,62 @@ from support.command import blocktrain
 from support.coordination_world import CONFIG, FakeWorker, beginning, whole_ledger
 from support.waiting import PATIENCE
 
-CALLS = {"join", "next_task", "heartbeat", "upload_state", "upload", "submit", "status", "run", "blob"}
+CALLS = {
+    "join",
+    "next_task",
+    "heartbeat",
+    "upload_state",
+    "upload",
+    "submit",
+    "status",
+    "run",
+    "blob",
+}
 
 
 def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
-    done = blocktrain("bench", "coordinator", "--workers", "40", "--seconds", "6", "--megabytes", "1", "--json", cwd=tmp_path)
+    done = blocktrain(
+        "bench",
+        "coordinator",
+        "--workers",
+        "40",
+        "--seconds",
+        "6",
+        "--megabytes",
+        "1",
+        "--json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["command"] == "blocktrain bench coordinator --workers 40 --seconds 6 --megabytes 1 --json"
+    assert (
+        result["command"]
+        == "blocktrain bench coordinator --workers 40 --seconds 6 --megabytes 1 --json"
+    )
     assert result["machine"]["cores"] >= 1
     assert set(result["calls"]) >= CALLS
     for found in result["calls"].values():
         assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
     assert result["p99_ms"] == max(found["p99_ms"] for found in result["calls"].values())
-    assert (result["workers"], result["errors"], result["error_kinds"], result["refused_updates"]) == (40, 0, {}, {})
+    assert (
+        result["workers"],
+        result["errors"],
+        result["error_kinds"],
+        result["refused_updates"],
+    ) == (40, 0, {}, {})
     assert result["joins"] >= 41 and result["leaves"] >= 1, "they come and go"
     assert result["updates"] >= 15
     assert len(result["memory_mb"]) >= 4 and min(result["memory_mb"]) > 10
     assert isinstance(result["memory_flat"], bool)
     assert 0 <= result["stolen_share"] < 1
-    for name in ("upload_mb_s", "download_mb_s", "raw_tcp_mb_s", "upload_ratio", "download_ratio", "cpu_share"):
+    for name in (
+        "upload_mb_s",
+        "download_mb_s",
+        "raw_tcp_mb_s",
+        "upload_ratio",
+        "download_ratio",
+        "cpu_share",
+    ):
         assert result[name] > 0, name
     assert result["raw_tcp_mb_s"] <= 25.1, "200 Mbit are 25 MB/s"
     kept = tmp_path / "results" / "coordinator"
@@ -52,7 +94,10 @@ def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
 
 def test_a_swarm_of_few_against_a_coordinator_here(tmp_path: Path) -> None:
     config = CONFIG.replace(steps=10**6)
-    with beginning(tmp_path, config=config, replicas=2, task_steps=None) as coordinator, running(coordinator, Listen()) as url:
+    with (
+        beginning(tmp_path, config=config, replicas=2, task_steps=None) as coordinator,
+        running(coordinator, Listen()) as url,
+    ):
         host, port = url.removeprefix("http://").split(":")
         load = Load(host, int(port), 4, 6.0, heartbeat=0.2, task=0.5, churn=0.1)
         notes = asyncio.run(run_swarm(load))
@@ -91,16 +136,33 @@ def test_what_the_figures_mean() -> None:
     notes = Notes(calls={"join": [(float(n), n / 1000) for n in range(1, 101)]})
     notes.errors["join: 503 busy"] += 3
     result = swarm_result(load, notes)
-    assert result["calls"]["join"] == {"count": 100, "p50_ms": 50.0, "p99_ms": 99.0, "max_ms": 100.0}
-    assert (result["p99_ms"], result["errors"], result["error_kinds"]) == (99.0, 3, {"join: 503 busy": 3})
+    assert result["calls"]["join"] == {
+        "count": 100,
+        "p50_ms": 50.0,
+        "p99_ms": 99.0,
+        "max_ms": 100.0,
+    }
+    assert (result["p99_ms"], result["errors"], result["error_kinds"]) == (
+        99.0,
+        3,
+        {"join: 503 busy": 3},
+    )
     assert sum(step["count"] for step in result["over_time"]) == 100
     rising = [100.0 + n for n in range(60)]
     assert vitals_result(Vitals(0, [*rising, *[160.0] * 60]), load)["memory_flat"] is True
-    assert vitals_result(Vitals(0, [*rising, *[160.0 + n for n in range(60)]]), load)["memory_flat"] is False
+    assert (
+        vitals_result(Vitals(0, [*rising, *[160.0 + n for n in range(60)]]), load)["memory_flat"]
+        is False
+    )
     before, after = "cpu  100 0 50 800 10 0 5 20 7 0", "cpu  160 0 80 870 10 0 5 60 30 0"
-    assert stolen_share(before, after) == 0.2, "40 of 200 ticks; those of guests are already among the first"
+    assert stolen_share(before, after) == 0.2, (
+        "40 of 200 ticks; those of guests are already among the first"
+    )
     assert stolen_share(before, before) == 0.0
-    assert abs(TransferOptions(100.0).width ** 2 * 48 / 1e6 - 100) < 1 and TransferOptions(1.0).width % 4 == 0
+    assert (
+        abs(TransferOptions(100.0).width ** 2 * 48 / 1e6 - 100) < 1
+        and TransferOptions(1.0).width % 4 == 0
+    )
 
 
 class Counting(HttpClient):
@@ -111,7 +173,9 @@ class Counting(HttpClient):
         self.most = self._under_way = 0
         self._mutex = threading.Lock()
 
-    def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> UploadState:
+    def put_chunk(
+        self, task: int, index: int, ticket: str, content: bytes, digest: str
+    ) -> UploadState:
         with self._mutex:
             self._under_way += 1
             self.most = max(self.most, self._under_way)
@@ -123,9 +187,15 @@ class Counting(HttpClient):
 
 
 def test_an_upload_fills_a_long_line(tmp_path: Path) -> None:
-    with beginning(tmp_path, compression="fp16") as coordinator, running(coordinator, Listen()) as url:
+    with (
+        beginning(tmp_path, compression="fp16") as coordinator,
+        running(coordinator, Listen()) as url,
+    ):
         host, port = url.removeprefix("http://").split(":")
-        with shaped(host, int(port), Link(rtt_ms=80), apart=False) as line, closing(Counting(line.url)) as client:
+        with (
+            shaped(host, int(port), Link(rtt_ms=80), apart=False) as line,
+            closing(Counting(line.url)) as client,
+        ):
             worker = FakeWorker(client)
             task = worker.joined()
             payload = worker.payload(task)
@@ -133,7 +203,9 @@ def test_an_upload_fills_a_long_line(tmp_path: Path) -> None:
             assert len(chunks) >= 20
             sent: list[int] = []
             upload(client, task.task, task.ticket, chunks, sent.append)
-            assert 4 <= client.most <= MOST_IN_FLIGHT, "one after the other would wait for a round trip each"
+            assert 4 <= client.most <= MOST_IN_FLIGHT, (
+                "one after the other would wait for a round trip each"
+            )
             assert sorted(sent) == sorted(map(len, chunks))
             assert line.counters().connections <= MOST_IN_FLIGHT + 1
             again: list[int] = []

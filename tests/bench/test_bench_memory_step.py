@@ -60,7 +60,9 @@ def test_parameters_that_autograd_saves_are_not_activations() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     x = torch.randn(4, 8, requires_grad=True)
     assert sum(saved_by(lambda: x @ weight, [weight]).values()) == 4 * 8 * FLOAT
-    assert sum(saved_by(lambda: x @ weight.T, [weight]).values()) == 4 * 8 * FLOAT  # a view of a parameter is the parameter
+    assert (
+        sum(saved_by(lambda: x @ weight.T, [weight]).values()) == 4 * 8 * FLOAT
+    )  # a view of a parameter is the parameter
 
 
 def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive() -> None:
@@ -80,7 +82,9 @@ def test_a_worker_holds_little_more_than_its_share() -> None:
         assert row["fusion_ratio"] > row["ratio"]
         for held in (row["worker"], row["fusion"]):
             extra = held.get("frozen", 0) + held.get("features", 0)
-            assert held["total"] == held["optimizer"] + held["gradients"] + held["activations"] + extra
+            assert (
+                held["total"] == held["optimizer"] + held["gradients"] + held["activations"] + extra
+            )
             assert held["weights"] > 0
     assert told["within_bound"]
     assert seen == sorted(seen)
@@ -111,7 +115,9 @@ def test_memory_is_a_function_of_shapes_and_leaves_the_threads_alone() -> None:
 
 def test_without_fusion_there_is_no_fusion_worker() -> None:
     rows = measure_memory(tiny(compose="pool"), depth=2)["rows"]
-    assert [(row["blocks"], row["fusion"], row["fusion_ratio"]) for row in rows] == [(2, None, None)]
+    assert [(row["blocks"], row["fusion"], row["fusion_ratio"]) for row in rows] == [
+        (2, None, None)
+    ]
 
 
 def test_a_depth_that_cannot_be_split_is_refused() -> None:
@@ -122,7 +128,9 @@ def test_a_depth_that_cannot_be_split_is_refused() -> None:
 def test_step_is_timed_in_pairs() -> None:
     seen: list[float] = []
     told = measure_step(tiny(layers_per_block=1), repeats=8, progress=seen.append)
-    assert told["spread"]["ratio"][0] <= told["ratio"] <= told["spread"]["ratio"][1], "the median of the pairs"
+    assert told["spread"]["ratio"][0] <= told["ratio"] <= told["spread"]["ratio"][1], (
+        "the median of the pairs"
+    )
     assert 0.2 < told["ratio"] < 5  # other work on the machine decides more than ours at this size
     assert told["repeats"] == 8
     assert told["within_bound"] == (told["ratio"] <= told["bound"])
@@ -141,7 +149,9 @@ def test_the_bare_loop_does_the_same_arithmetic_as_the_worker() -> None:
         assert ours == theirs
 
 
-@pytest.mark.parametrize("changes", [{"objective": "denoise", "compose": "pool"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "changes", [{"objective": "denoise", "compose": "pool"}, {"dtype": "bfloat16"}]
+)
 def test_step_refuses_what_the_bare_loop_does_not_do(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="bare loop"):
         measure_step(tiny(**changes), repeats=2)

@@ -33,11 +33,24 @@ NAMES = [
 ]
 
 
-pytestmark = pytest.mark.timeout(600)  # a minute and a half on two free cores; other tests run beside it
+pytestmark = pytest.mark.timeout(
+    600
+)  # a minute and a half on two free cores; other tests run beside it
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return blocktrain("bench", "quality", "--scale", "tiny", "--out", str(folder), "--json", *arguments, cwd=folder.parent, timeout=560)
+    return blocktrain(
+        "bench",
+        "quality",
+        "--scale",
+        "tiny",
+        "--out",
+        str(folder),
+        "--json",
+        *arguments,
+        cwd=folder.parent,
+        timeout=560,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +66,12 @@ def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any
     assert [row["name"] for row in result["rows"]] == NAMES
     by_name = {row["name"]: row for row in result["rows"]}
     for row in result["rows"]:
-        assert row["gap"] == pytest.approx(row["valid_ce"] - by_name["end_to_end"]["valid_ce"], abs=1e-4)
-        assert min(row["seconds"], row["peak_mb"], row["million_parameters"], row["distinct_mb"]) > 0
+        assert row["gap"] == pytest.approx(
+            row["valid_ce"] - by_name["end_to_end"]["valid_ce"], abs=1e-4
+        )
+        assert (
+            min(row["seconds"], row["peak_mb"], row["million_parameters"], row["distinct_mb"]) > 0
+        )
     assert by_name["pool"]["valid_ce"] < by_name["single_block"]["valid_ce"]
     assert by_name["fuse"]["valid_ce"] < by_name["best_block"]["valid_ce"]
     assert by_name["fuse_same_data"]["distinct_mb"] < by_name["fuse"]["distinct_mb"]
@@ -65,7 +82,10 @@ def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any
 def test_samples_are_judged_beside_real_text(measured: tuple[Path, dict[str, Any]]) -> None:
     rows = {row["name"]: row for row in measured[1]["per_seed"][0]["samples"]}
     assert set(rows) == {"real", "autoregressive", "sweep_1", "sweep_2", "sweep_4", "first_block"}
-    agreement = [rows[name]["same_as_autoregressive"] for name in ("first_block", "sweep_1", "sweep_4", "autoregressive")]
+    agreement = [
+        rows[name]["same_as_autoregressive"]
+        for name in ("first_block", "sweep_1", "sweep_4", "autoregressive")
+    ]
     assert agreement == sorted(agreement)
     assert agreement[-1] == 1
 
@@ -78,7 +98,9 @@ def test_below_sigma_one_the_target_leaks(measured: tuple[Path, dict[str, Any]])
     assert leakage[0]["composed_ce"] > leakage[2]["composed_ce"] - 0.1
 
 
-def test_a_second_call_continues_and_other_settings_are_refused(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_a_second_call_continues_and_other_settings_are_refused(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     folder, result = measured
     (folder / "seed-0" / "results" / "evaluate-pool.json").unlink()
     again = bench(folder)
@@ -98,13 +120,27 @@ def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> No
         assert read[-1] == steps
 
 
-def test_tuning_finds_a_rate_for_each_kind(tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_finds_a_rate_for_each_kind(
+    tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tune, "GRID", (1e-3, 2e-3))
     small = {"width": 16, "context": 16, "blocks": 2, "steps": 3}
     source = Source(str(corpus_folder), None, tmp_path / "cache")
-    options = commands.QualityOptions(tmp_path / "bench", "tiny", source, (0,), small, slots=2, command="blocktrain bench quality --tune")
+    options = commands.QualityOptions(
+        tmp_path / "bench",
+        "tiny",
+        source,
+        (0,),
+        small,
+        slots=2,
+        command="blocktrain bench quality --tune",
+    )
     result = commands.tune(options)
-    assert [row["setting"] for row in result["rows"]] == ["reference_learning_rate", "learning_rate", "fusion_learning_rate"]
+    assert [row["setting"] for row in result["rows"]] == [
+        "reference_learning_rate",
+        "learning_rate",
+        "fusion_learning_rate",
+    ]
     for row in result["rows"]:
         assert row["best"] == min(tune.GRID, key=lambda rate: row[f"{rate:g}"])
     assert json.loads((tmp_path / "bench" / "tune.json").read_text())["rows"] == result["rows"]

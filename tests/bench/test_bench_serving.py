@@ -34,7 +34,16 @@ TOKENS = 6
 def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
     """What the benches train when they are given no run, shorter."""
     folder = tmp_path_factory.mktemp("bench") / "model"
-    small = {"width": 16, "heads": 2, "layers_per_block": 1, "blocks": 4, "context": 32, "batch": 8, "steps": 40, "z_width": 8}
+    small = {
+        "width": 16,
+        "heads": 2,
+        "layers_per_block": 1,
+        "blocks": 4,
+        "context": 32,
+        "batch": 8,
+        "steps": 40,
+        "z_width": 8,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SCALES, "tiny", small)
         source = Source(str(corpus_folder), None, corpus_folder)
@@ -48,7 +57,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
 
 
 def bench(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    done = blocktrain("bench", name, *arguments, "--out", str(folder / name), "--json", cwd=folder, timeout=860)
+    done = blocktrain(
+        "bench", name, *arguments, "--out", str(folder / name), "--json", cwd=folder, timeout=860
+    )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
 
@@ -58,13 +69,19 @@ def bench(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(run: Path) -> dict[str, Any]:
-    return bench("serving", run.parent, "--run", str(run), "--scale", "tiny", "--rtt-ms", f"{RTT_MS:g}")
+    return bench(
+        "serving", run.parent, "--run", str(run), "--scale", "tiny", "--rtt-ms", f"{RTT_MS:g}"
+    )
 
 
 def test_every_row_is_there(served: dict[str, Any], run: Path) -> None:
     ways = [(row["model"], row["topology"], row["mode"]) for row in served["rows"]]
     fan = [("fuse", "fan", mode) for mode in ("autoregressive", *["sweep"] * len(SWEEPS), "exact")]
-    assert ways == [*fan, ("reference", "ring", "autoregressive"), ("reference", "star", "autoregressive")]
+    assert ways == [
+        *fan,
+        ("reference", "ring", "autoregressive"),
+        ("reference", "star", "autoregressive"),
+    ]
     assert [row["sweeps"] for row in served["rows"] if row["mode"] == "sweep"] == list(SWEEPS)
     for row in served["rows"]:
         assert row["bytes_per_s"] > 0
@@ -77,7 +94,9 @@ def test_every_row_is_there(served: dict[str, Any], run: Path) -> None:
     assert json.loads((run.parent / "serving" / "serving.json").read_text()) == served
 
 
-def test_the_text_is_the_same_on_every_line_and_exact_never_diverges(served: dict[str, Any]) -> None:
+def test_the_text_is_the_same_on_every_line_and_exact_never_diverges(
+    served: dict[str, Any],
+) -> None:
     assert served["texts_changed"] == 0
     assert served["divergences"] == 0
     assert served["positions"] == 80
@@ -89,7 +108,9 @@ def test_the_text_is_the_same_on_every_line_and_exact_never_diverges(served: dic
 def test_nothing_is_faster_than_its_line(served: dict[str, Any]) -> None:
     trips = {"fan": 1.0, "ring": 1.5, "star": 2.0}  # of a sweep over three hosts
     for row in served["rows"]:
-        assert row["bytes_per_s"] <= row["bytes_per_sweep"] * 1000 / (RTT_MS * trips[row["topology"]])
+        assert row["bytes_per_s"] <= row["bytes_per_sweep"] * 1000 / (
+            RTT_MS * trips[row["topology"]]
+        )
         if row["mode"] == "autoregressive":
             assert row["bytes_per_sweep"] == 1
     swept = next(row for row in served["rows"] if row["mode"] == "sweep")
@@ -101,10 +122,16 @@ def test_nothing_is_faster_than_its_line(served: dict[str, Any]) -> None:
 
 def test_what_does_not_fit_into_rows_is_there(served: dict[str, Any]) -> None:
     assert 0 < served["hop_overhead_ms_p50"] <= served["hop_overhead_ms_p99"]
-    assert [(row["mode"], row["users"]) for row in served["users"]] == [("autoregressive", 4), ("exact", 4)]
+    assert [(row["mode"], row["users"]) for row in served["users"]] == [
+        ("autoregressive", 4),
+        ("exact", 4),
+    ]
     assert all(0 < row["seconds_p50"] <= row["seconds_p99"] for row in served["users"])
     assert sum(served["accepted_per_sweep"][f"{RTT_MS:g}"].values()) > 0
-    assert [(row["topology"], row["hosts"]) for row in served["first_byte"]] == [("fan", 2), ("fan", 4)]
+    assert [(row["topology"], row["hosts"]) for row in served["first_byte"]] == [
+        ("fan", 2),
+        ("fan", 4),
+    ]
     assert served["first_byte_growth"] > -1
 
 
@@ -117,7 +144,12 @@ def test_answers_survive_kills_and_black_holes(run: Path) -> None:
     assert (found["kills"], found["identical"]) == (KILLS, KILLS)
     assert (found["blackholes"], found["blackhole_identical"]) == (BLACKHOLES, BLACKHOLES)
     assert all(row["failovers"] for row in found["rows"])
-    for name in ("detect_ms_p99", "blackhole_detect_ms_p99", "next_byte_ms_p50", "next_byte_ms_p99"):
+    for name in (
+        "detect_ms_p99",
+        "blackhole_detect_ms_p99",
+        "next_byte_ms_p50",
+        "next_byte_ms_p99",
+    ):
         assert found[name] > 0
     alone = found["no_replica"]
     assert alone["degraded"] == [2]
@@ -150,20 +182,29 @@ def test_the_published_shape_has_the_published_size() -> None:
     assert parse_shape("75.8B", 3).buffer_bytes < 2.5e9
     for text, blocks in (("10M", 3), ("300k", 2), ("1.5B", 4)):
         shape = parse_shape(text, blocks)
-        assert shape.parameters == pytest.approx(float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1].upper()], rel=0.2)
+        assert shape.parameters == pytest.approx(
+            float(text[:-1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[text[-1].upper()], rel=0.2
+        )
         assert shape.config(32).heads >= 1
     for wrong in ("", "B", "x7B", "75.8", "1B2", "-1B", "9000B"):
         with pytest.raises(ConfigError, match="--shape"):
             parse_shape(wrong, 3)
 
 
-def test_all_layers_of_a_shape_share_one_buffer_and_have_caches_of_their_own(tmp_path: Path) -> None:
+def test_all_layers_of_a_shape_share_one_buffer_and_have_caches_of_their_own(
+    tmp_path: Path,
+) -> None:
     shape = parse_shape("300K", 3)
     with buffer(tmp_path, shape) as path:
         assert path.stat().st_size == shape.buffer_bytes
         model = shared_model(shape, shape.config(TOKENS), path)
         assert len(model.layers) == shape.blocks * shape.layers
-        assert len({parameter.data_ptr() for layer in model.layers for parameter in layer.parameters()}) == 6
+        assert (
+            len(
+                {parameter.data_ptr() for layer in model.layers for parameter in layer.parameters()}
+            )
+            == 6
+        )
         cache = Cache(model, 1)
         with torch.no_grad():
             model.features(torch.tensor([list(b"shape")]), cache=cache)
@@ -203,7 +244,9 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     assert predicted("fan", "autoregressive") == pytest.approx(10)
     assert predicted("fan", "sweep") == pytest.approx(960)
     assert predicted("fan", "sweep", 4) == pytest.approx(240)
-    assert predicted("fan", "exact") == pytest.approx(20, rel=0.01)  # half of the drafted bytes are right: two a sweep
+    assert predicted("fan", "exact") == pytest.approx(
+        20, rel=0.01
+    )  # half of the drafted bytes are right: two a sweep
     assert predicted("ring", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.15))
     assert predicted("star", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.2))
     line = fitted([(1, 3.0), (1, 2.0), (1, 9.0), (5, 11.0)])
@@ -212,7 +255,15 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
 
 def test_gains_are_over_the_best_autoregressive_row() -> None:
     rows = [
-        {"mode": mode, "model": model, "topology": "fan", "rtt_ms": 80.0, "bytes_per_s": speed, "bytes_per_sweep": 7.0, "sweeps": 1}
+        {
+            "mode": mode,
+            "model": model,
+            "topology": "fan",
+            "rtt_ms": 80.0,
+            "bytes_per_s": speed,
+            "bytes_per_sweep": 7.0,
+            "sweeps": 1,
+        }
         for mode, model, speed in (
             ("autoregressive", "fuse", 10.0),
             ("autoregressive", "reference", 12.0),
@@ -221,12 +272,20 @@ def test_gains_are_over_the_best_autoregressive_row() -> None:
         )
     ]
     found = gain(rows)
-    assert (found["best_autoregressive"], found["sweep_1"], found["exact"]) == ("reference, fan", 20.0, 5.0)
+    assert (found["best_autoregressive"], found["sweep_1"], found["exact"]) == (
+        "reference, fan",
+        20.0,
+        5.0,
+    )
 
 
 def test_kills_and_black_holes_are_counted_apart() -> None:
     cases = [Case("kill", "exact", True, 5.0, 9.0, 1), Case("kill", "exact", False, 7.0, 9.0, 1)]
     found = summary([*cases, Case("blackhole", "exact", True, 900.0, 1000.0, 1)])
     assert (found["kills"], found["identical"], found["detect_ms_p99"]) == (2, 1, 7.0)
-    assert (found["blackholes"], found["blackhole_identical"], found["blackhole_detect_ms_p99"]) == (1, 1, 900.0)
+    assert (
+        found["blackholes"],
+        found["blackhole_identical"],
+        found["blackhole_detect_ms_p99"],
+    ) == (1, 1, 900.0)
     assert summary(cases)["blackholes"] == 0

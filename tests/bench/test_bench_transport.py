@@ -23,7 +23,11 @@ pytestmark = pytest.mark.timeout(600)
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     text = folder.parent / "text.txt"
     if not text.exists():
-        text.write_text("".join(f"{n} sheep went over the hill, and {n * n % 97} came back.\n" for n in range(4000)))
+        text.write_text(
+            "".join(
+                f"{n} sheep went over the hill, and {n * n % 97} came back.\n" for n in range(4000)
+            )
+        )
     options = ("--scale", "tiny", "--data", str(text), "--out", str(folder), "--json")
     return blocktrain("bench", "transport", *options, *arguments, cwd=folder.parent, timeout=560)
 
@@ -43,14 +47,21 @@ def test_a_run_over_http_replays_to_the_same_hashes(measured: tuple[Path, dict[s
     assert {"command", "seed", "machine", "paper"} < set(result)
 
 
-def test_more_workers_train_more_text_at_the_same_steps(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_more_workers_train_more_text_at_the_same_steps(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     rows = {row["name"]: row for row in measured[1]["workers"]}
     assert list(rows) == ["one_per_block", "six_workers", "six_workers_equal_text"]
     assert rows["six_workers"]["trained_steps"] > rows["one_per_block"]["trained_steps"]
-    assert measured[1]["six_worker_cost"] == rows["six_workers"]["valid_ce"] - rows["one_per_block"]["valid_ce"]
+    assert (
+        measured[1]["six_worker_cost"]
+        == rows["six_workers"]["valid_ce"] - rows["one_per_block"]["valid_ce"]
+    )
 
 
-def test_distant_hosts_learn_and_every_byte_is_counted(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_distant_hosts_learn_and_every_byte_is_counted(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     found = measured[1]["hosts"]
     assert found["start_ce"] > found["end_ce"] + 1
     assert found["workers"] == 5
@@ -58,10 +69,14 @@ def test_distant_hosts_learn_and_every_byte_is_counted(measured: tuple[Path, dic
     assert 0 < found["utilisation"] <= 1
     assert 0.5 < found["goodput"] <= 1
     assert found["ce_per_gb"] == pytest.approx((found["start_ce"] - found["end_ce"]) / found["gb"])
-    assert found["wire_gb"] == pytest.approx(found["gb"], rel=0.5), "bodies as the coordinator counts them, bytes as the link does"
+    assert found["wire_gb"] == pytest.approx(found["gb"], rel=0.5), (
+        "bodies as the coordinator counts them, bytes as the link does"
+    )
 
 
-def test_the_ladder_gets_smaller_and_names_the_default(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_the_ladder_gets_smaller_and_names_the_default(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     rows = measured[1]["ladder"]
     assert [row["name"] for row in rows] == list(RUNGS)
     ratios = [row["bytes_ratio"] for row in rows]
@@ -72,12 +87,18 @@ def test_the_ladder_gets_smaller_and_names_the_default(measured: tuple[Path, dic
     assert measured[1]["ladder_default"] == "int4"
 
 
-def test_outer_steps_are_compared_at_two_task_lengths(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_outer_steps_are_compared_at_two_task_lengths(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     rows = [(row["outer"], row["task_steps"]) for row in measured[1]["outer"]]
-    assert rows == [(outer, steps) for steps in SCALES["tiny"].outer_tasks for outer in ("average", "nesterov")]
+    assert rows == [
+        (outer, steps) for steps in SCALES["tiny"].outer_tasks for outer in ("average", "nesterov")
+    ]
 
 
-def test_what_is_done_is_not_run_again_and_a_part_can_be_asked_for(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_what_is_done_is_not_run_again_and_a_part_can_be_asked_for(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     folder, result = measured
     assert (folder / "transport.png").stat().st_size > 10_000
     again = bench(folder, "--part", "ladder")
@@ -110,7 +131,14 @@ def test_a_timesheet_counts_training_and_what_came_of_it(monkeypatch: pytest.Mon
     sheet.told("step")
     sheet.told("refused", task=2)
     monkeypatch.undo()
-    assert (sheet.training, sheet.trained, sheet.accepted, sheet.updates, sheet.refused, sheet.sent) == (5.0, 3, 2, 1, 1, 10)
+    assert (
+        sheet.training,
+        sheet.trained,
+        sheet.accepted,
+        sheet.updates,
+        sheet.refused,
+        sheet.sent,
+    ) == (5.0, 3, 2, 1, 1, 10)
     workers = [
         {"training": 5.0, "seconds": 10.0, "accepted": 2, "trained": 3},
         {"training": 10.0, "seconds": 10.0, "accepted": 3, "trained": 3},

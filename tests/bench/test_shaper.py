@@ -89,7 +89,10 @@ def test_a_round_trip_takes_its_time_and_connecting_one_more(server: int, apart:
 
 
 def test_jitter_delays_and_never_reorders(server: int) -> None:
-    with shaped("127.0.0.1", server, Link(rtt_ms=4, jitter_ms=10, seed=3), apart=False) as line, connect(line, b"e") as connection:
+    with (
+        shaped("127.0.0.1", server, Link(rtt_ms=4, jitter_ms=10, seed=3), apart=False) as line,
+        connect(line, b"e") as connection,
+    ):
         took = [echo(connection) for _ in range(12)]
         assert max(took) - min(took) > 0.004
         sent = b"".join(number.to_bytes(4) for number in range(30_000))
@@ -109,8 +112,14 @@ def test_connections_share_the_bandwidth(server: int) -> None:
         for _ in range(TRIES):
             with connect(line, b"s") as connection:
                 alone.append(sink(connection, size))
-            with connect(line, b"s") as one, connect(line, b"s") as other, ThreadPoolExecutor(2) as both:
-                together.append(list(both.map(lambda connection: sink(connection, size), (one, other))))
+            with (
+                connect(line, b"s") as one,
+                connect(line, b"s") as other,
+                ThreadPoolExecutor(2) as both,
+            ):
+                together.append(
+                    list(both.map(lambda connection: sink(connection, size), (one, other)))
+                )
         assert least * 0.97 <= min(alone) <= least + 2 * SLACK
         assert max(map(min, together)) >= 2 * least * 0.75  # neither went ahead of the other
         assert 2 * least * 0.97 <= min(map(max, together)) <= 2 * least + 4 * SLACK
@@ -136,10 +145,15 @@ def test_what_befalls_a_segment_is_a_function_of_the_seed() -> None:
 def test_losses_are_the_same_stalls_every_time(server: int) -> None:
     link, size = Link(loss=0.2, seed=9), 1_000_000
     # The letter that says what the server shall do is the first byte of the stream.
-    expected = list(itertools.islice(fates(link, 1, "up"), -(-(size + 1) // 65536))).count(Fate.STALL)
+    expected = list(itertools.islice(fates(link, 1, "up"), -(-(size + 1) // 65536))).count(
+        Fate.STALL
+    )
     assert expected
     for _ in range(2):
-        with shaped("127.0.0.1", server, link, apart=False) as line, connect(line, b"s") as connection:
+        with (
+            shaped("127.0.0.1", server, link, apart=False) as line,
+            connect(line, b"s") as connection,
+        ):
             took = sink(connection, size)
             below = list(itertools.islice(fates(link, 1, "down"), 1)).count(Fate.STALL)
             assert line.counters().stalls == expected + below
@@ -196,7 +210,11 @@ def test_a_black_hole_says_nothing_and_can_be_mended(server: int) -> None:
 def test_a_server_that_is_not_there_is_told_by_a_reset(server: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
-    with shaped("127.0.0.1", port, Link(), apart=False) as line, pytest.raises(ConnectionError), connect(line, b"e") as connection:
+    with (
+        shaped("127.0.0.1", port, Link(), apart=False) as line,
+        pytest.raises(ConnectionError),
+        connect(line, b"e") as connection,
+    ):
         connection.recv(1)
 
 
@@ -231,11 +249,17 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
         pytest.skip("this system allows no network namespaces (root, ip and tc are needed)")
     before = socket.if_nameindex()
     with hosts(2, Link(rtt_ms=30, mbit=40, seed=4), server, kind) as found:  # type: ignore[arg-type]
-        assert socket.if_nameindex() == before  # a browser here would break off what it loads, were this machine's own network changed
+        assert (
+            socket.if_nameindex() == before
+        )  # a browser here would break off what it loads, were this machine's own network changed
         assert [(host.kind, host.shaped.link.seed) for host in found] == [(kind, 4), (kind, 5)]
         running = [
             subprocess.Popen(
-                host.command([sys.executable, "-c", CLIENT, host.shaped.host, str(host.shaped.port)]), stdout=subprocess.PIPE, text=True
+                host.command(
+                    [sys.executable, "-c", CLIENT, host.shaped.host, str(host.shaped.port)]
+                ),
+                stdout=subprocess.PIPE,
+                text=True,
             )
             for host in found
         ]
@@ -249,10 +273,15 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
                 assert int(interfaces) == 2  # loopback and the cable
 
 
-@pytest.mark.skipif(not namespaces_possible(), reason="this system allows no network namespaces (root, ip and tc are needed)")
+@pytest.mark.skipif(
+    not namespaces_possible(),
+    reason="this system allows no network namespaces (root, ip and tc are needed)",
+)
 def test_namespaces_go_also_after_an_error(server: int) -> None:
     def listed() -> str:
-        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["ip", "netns", "list"], capture_output=True, text=True, check=True
+        ).stdout
 
     with pytest.raises(ZeroDivisionError), hosts(1, Link(), server) as found:
         name = found[0].name

@@ -53,7 +53,9 @@ class Site:
         named = {name.replace("_", "-"): value for name, value in scores.items()}
         with live.lock:
             versions = {str(n): block.version for n, block in live.state.blocks.items()}
-            live.teller.score(live, {"scores": named, "versions": versions, "valid_bytes": 4096, "seconds": 0.1})
+            live.teller.score(
+                live, {"scores": named, "versions": versions, "valid_bytes": 4096, "seconds": 0.1}
+            )
 
 
 @contextmanager
@@ -90,7 +92,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def cells(visit: Visit, table: str, row: str) -> dict[str, str]:
     """A row of a table by the first class of its cells."""
-    found = visit.page.locator(f"#{table} tbody tr").filter(has=visit.page.locator("th", has_text=row)).first
+    found = (
+        visit.page.locator(f"#{table} tbody tr")
+        .filter(has=visit.page.locator("th", has_text=row))
+        .first
+    )
     script = "row => Object.fromEntries([...row.cells].map(cell => [cell.className.split(' ')[0], cell.innerText]))"
     return dict(found.evaluate(script))
 
@@ -142,7 +148,9 @@ def test_a_run_is_shown_as_it_happens(browser: Browser, tmp_path: Path) -> None:
             cay.client.submit(stale)
         assert refused.value.code == Code.TOO_STALE
         with pytest.raises(Refused):
-            bob.client.submit(bob.submission(tasks[bob.id], b"x" * 64).model_copy(update={"signature": "00" * 64}))
+            bob.client.submit(
+                bob.submission(tasks[bob.id], b"x" * 64).model_copy(update={"signature": "00" * 64})
+            )
         site.client(OPERATOR).kick(Kick(worker=dan.id, reason="too slow for us"))
         site.score(block_1=2.5, block_2=2.6, pool=2.4)
         site.score(block_1=2.3, block_2=2.4, pool=2.2)
@@ -188,14 +196,19 @@ def test_a_killed_worker_is_lost_and_may_come_back(browser: Browser, tmp_path: P
         assert visit.complaints == []
 
 
-def test_the_join_command_is_copied_with_its_token_and_shows_it_only_when_asked(browser: Browser, site: Site) -> None:
+def test_the_join_command_is_copied_with_its_token_and_shows_it_only_when_asked(
+    browser: Browser, site: Site
+) -> None:
     with visiting(browser, site.page, permissions=["clipboard-read", "clipboard-write"]) as visit:
         visit.waits_for("#join-command", "blocktrain worker")
         assert TOKEN not in visit.page.url
         assert TOKEN not in visit.page.content()
         visit.page.click("#join-copy")
         visit.waits_for("#join-copy", "Copied")
-        assert visit.page.evaluate("navigator.clipboard.readText()") == f"blocktrain worker {site.url} --token {TOKEN}"
+        assert (
+            visit.page.evaluate("navigator.clipboard.readText()")
+            == f"blocktrain worker {site.url} --token {TOKEN}"
+        )
         visit.page.click("#join-reveal")
         visit.waits_for("#join-command", f"--token {TOKEN}")
         visit.page.reload()  # the tab still knows it
@@ -216,7 +229,9 @@ def test_a_page_without_a_token_asks_for_it(browser: Browser, site: Site) -> Non
         visit.page.wait_for_selector("#door", state="hidden")
 
 
-def test_it_comes_back_after_a_restart_and_says_what_is_old(browser: Browser, tmp_path: Path) -> None:
+def test_it_comes_back_after_a_restart_and_says_what_is_old(
+    browser: Browser, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     with visiting_after_a_round(browser, folder) as (visit, port, ada):
         visit.waits_for("#notice-text", "The coordinator is away")
@@ -237,7 +252,9 @@ def test_it_comes_back_after_a_restart_and_says_what_is_old(browser: Browser, tm
 
 
 @contextmanager
-def visiting_after_a_round(browser: Browser, folder: Path) -> Iterator[tuple[Visit, int, FakeWorker]]:
+def visiting_after_a_round(
+    browser: Browser, folder: Path
+) -> Iterator[tuple[Visit, int, FakeWorker]]:
     """A page whose coordinator has gone."""
     with serving(folder) as site:
         ada = site.worker(1)
@@ -260,7 +277,9 @@ def test_a_finished_run_says_how_to_take_the_model_out(browser: Browser, tmp_pat
             following = ada.send(following).next
         visit.waits_for("#finished-text", "every block has spent its budget")
         visit.waits_for("#pill", "finished")
-        assert f"blocktrain pull {site.url} --out runs/pulled --token" in visit.text("#pull-command")
+        assert f"blocktrain pull {site.url} --out runs/pulled --token" in visit.text(
+            "#pull-command"
+        )
         assert TOKEN not in visit.text("#pull-command")
         visit.waits_for("#share", "100 %")
         visit.page.wait_for_selector("#join", state="hidden")
@@ -338,7 +357,11 @@ def test_text_from_others_stays_text(browser: Browser, site: Site) -> None:
         "deadline",
     )
     anything: tuple[Any, ...] = (HOSTILE, {}, [1], None, -1e300)
-    events += [{"kind": kind, "time": "noon", **dict.fromkeys(fields, value)} for kind in kinds for value in anything]
+    events += [
+        {"kind": kind, "time": "noon", **dict.fromkeys(fields, value)}
+        for kind in kinds
+        for value in anything
+    ]
     with visiting(browser, site.page) as visit:
         replaying(visit, events)
         visit.waits_for("#workers", HOSTILE)
@@ -398,7 +421,9 @@ def tabbed(visit: Visit, last: str) -> list[str]:
     visit.page.evaluate("document.activeElement.blur()")
     while last not in found:
         visit.page.keyboard.press("Tab")
-        found.append(visit.page.evaluate("(e => e.id || e.name || e.textContent)(document.activeElement)"))
+        found.append(
+            visit.page.evaluate("(e => e.id || e.name || e.textContent)(document.activeElement)")
+        )
         assert len(found) < 150, found
     return found
 
@@ -434,7 +459,9 @@ def test_many_workers_and_a_long_history_stay_quick(browser: Browser, site: Site
         assert visit.complaints == []
 
 
-def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(browser: Browser, site: Site) -> None:
+def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(
+    browser: Browser, site: Site
+) -> None:
     events = a_log(versions=4, finished=True)
     torn: list[dict[str, Any]] = [
         {"kind": "unheard of"},
@@ -460,7 +487,9 @@ def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(brows
         assert dict(scores).keys() == {"block-1", "block-2", "block-3", "pool", "fused"}
         assert folded(visit, [*events, *torn], f"{summary} return summary(state)") == before
         other = [{"seq": 1, "time": 5.0, "kind": "run", "run": "ab" * 16, "blocks": 2, "steps": 10}]
-        assert folded(visit, [*events, *other], "return [state.seq, state.workers.size, state.blocks.size]") == [1, 0, 2]
+        assert folded(
+            visit, [*events, *other], "return [state.seq, state.workers.size, state.blocks.size]"
+        ) == [1, 0, 2]
 
 
 def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
@@ -468,16 +497,46 @@ def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
     told = {"worker": "w", "block": 1, "task": 7, "base": 0, "steps": 10}
     task = {"kind": "task", **told, "deadline": 60.0, "target": 2, "time": 1.0}
     update = {"kind": "update", **told, "staleness": 2, "seconds": 5.0, "time": 6.0}
-    version = {"kind": "version", "block": 1, "version": 1, "steps": 10, "loss": 3.5, "bytes_in": 3, "bytes_out": 4, "time": 7.0}
+    version = {
+        "kind": "version",
+        "block": 1,
+        "version": 1,
+        "steps": 10,
+        "loss": 3.5,
+        "bytes_in": 3,
+        "bytes_out": 4,
+        "time": 7.0,
+    }
     seen = """const b = state.blocks.get(1), w = state.workers.get("w"); return [b.round.target, b.round.deadline, b.round.updates.size,
         b.round.leased.size, w.state, w.staleness, w.speed, b.version, state.bytesIn + state.bytesOut];"""
     with visiting(browser, site.page) as visit:
         assert folded(visit, [run, task], seen) == [2, 60, 0, 1, "training", None, 0, 0, 0]
         assert folded(visit, [run, task, update], seen) == [2, 60, 1, 0, "waiting", 2, 2, 0, 0]
-        assert folded(visit, [run, task, update, version], seen) == [None, None, 0, 0, "waiting", 2, 2, 1, 7]
+        assert folded(visit, [run, task, update, version], seen) == [
+            None,
+            None,
+            0,
+            0,
+            "waiting",
+            2,
+            2,
+            1,
+            7,
+        ]
         bought = "return fold.bought({ value: [3, 2.5], bytes: [1e9, 3e9], time: [0, 1], steps: [0, 1] })"
         assert folded(visit, [], bought) == {"now": 2.5, "gain": -0.5, "perByte": -0.25e-9}
-        later = [{**version, "version": n, "steps": 10 * n, "time": 7.0 + 10 * n} for n in range(1, 6)]
+        later = [
+            {**version, "version": n, "steps": 10 * n, "time": 7.0 + 10 * n} for n in range(1, 6)
+        ]
         assert folded(visit, [run, *later], "return Math.round(fold.remaining(state, 57))") == 50
-        status = {"kind": "status", "time": 9.0, "state": "running", "rounds": 1, "bytes_in": 10, "bytes_out": 20}
-        assert folded(visit, [run, version, status], "return [state.phase, state.bytesOut, state.seq]") == ["running", 20, 0]
+        status = {
+            "kind": "status",
+            "time": 9.0,
+            "state": "running",
+            "rounds": 1,
+            "bytes_in": 10,
+            "bytes_out": 20,
+        }
+        assert folded(
+            visit, [run, version, status], "return [state.phase, state.bytesOut, state.seq]"
+        ) == ["running", 20, 0]

@@ -24,7 +24,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium")
 
 KEY = "a-key-for-the-page"
 HERE = ("--listen", "127.0.0.1:0")
-SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}, "small phone": {"width": 320, "height": 640}}
+SIZES = {
+    "desktop": {"width": 1440, "height": 900},
+    "phone": {"width": 390, "height": 844},
+    "small phone": {"width": 320, "height": 640},
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +85,26 @@ def write(visit: Visit, prompt: str, length: int = 30, **fields: str) -> str:
 
 
 def expected(model: Model, prompt: bytes, count: int, seed: int) -> str:
-    written = autoregressive(model.scorer(), prompt, count, model.config.context, Sampler(seed, 0.8), model.device)
+    written = autoregressive(
+        model.scorer(), prompt, count, model.config.context, Sampler(seed, 0.8), model.device
+    )
     return bytes(written).decode(errors="replace")
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_writes(browser: Browser, entry: Process, model: Model, tmp_path: Path, size: str, scheme: str) -> None:
+def test_it_writes(
+    browser: Browser, entry: Process, model: Model, tmp_path: Path, size: str, scheme: str
+) -> None:
     with opened(browser, entry, viewport=SIZES[size], color_scheme=scheme) as visit:
         text = write(visit, "the ", 40, seed="6")
         assert text == expected(model, b"the ", 40, 6)
         assert "".join(visit.page.locator("#ink .by-model").all_inner_texts()) == text
         assert visit.text("#ending").startswith("40 bytes in")
         sweeps = visit.page.locator("#strip i").count()
-        assert f"{sweeps} sweep" in visit.text("#ending") and visit.page.locator("#figures dd").first.inner_text().endswith("B/s")
+        assert f"{sweeps} sweep" in visit.text("#ending") and visit.page.locator(
+            "#figures dd"
+        ).first.inner_text().endswith("B/s")
         assert visit.text("#answers tbody tr").split()[0] == "exact"
         picture(visit, tmp_path / "page.png", whole=True)
         assert (tmp_path / "page.png").stat().st_size < 300_000
@@ -105,7 +115,9 @@ def test_hosts_are_shown_with_what_they_hold(browser: Browser, entry: Process) -
     with opened(browser, entry) as visit:
         row = visit.page.locator("#hosts tbody tr").filter(has_text=name)
         assert row.locator(".block").all_inner_texts() == ["1", "2", "3"]
-        assert row.locator(".state").inner_text() == "up" and "ms" in row.locator(".trip").inner_text()
+        assert (
+            row.locator(".state").inner_text() == "up" and "ms" in row.locator(".trip").inner_text()
+        )
 
 
 def test_the_way_of_writing_is_chosen(browser: Browser, entry: Process) -> None:
@@ -117,7 +129,12 @@ def test_the_way_of_writing_is_chosen(browser: Browser, entry: Process) -> None:
         with page.expect_request("**/v1/completions") as asked:
             write(visit, "the ", 24, sweeps="3")
         body: dict[str, Any] = asked.value.post_data_json or {}
-        assert (body["mode"], body["sweeps"], body["max_tokens"], body["prompt"]) == ("sweep", 3, 24, "the ")
+        assert (body["mode"], body["sweeps"], body["max_tokens"], body["prompt"]) == (
+            "sweep",
+            3,
+            24,
+            "the ",
+        )
         assert visit.text("#answers tbody tr").startswith("sweep × 3")
         page.fill("#temperature", "9")
         page.locator("#write").click()
@@ -126,7 +143,9 @@ def test_the_way_of_writing_is_chosen(browser: Browser, entry: Process) -> None:
         visit.counts("#answers tbody tr", 1)
 
 
-def test_what_was_written_can_be_taken_back_and_edited(browser: Browser, entry: Process, model: Model) -> None:
+def test_what_was_written_can_be_taken_back_and_edited(
+    browser: Browser, entry: Process, model: Model
+) -> None:
     with opened(browser, entry) as visit:
         page = visit.page
         assert page.locator("#back").is_disabled()
@@ -137,7 +156,9 @@ def test_what_was_written_can_be_taken_back_and_edited(browser: Browser, entry: 
         visit.counts("#answers tbody tr", 2)
         second = page.input_value("#text").removeprefix("<b>the</b> ")
         assert [first, second] == [expected(model, b"<b>the</b> ", 30, seed) for seed in (1, 2)]
-        page.locator("#text:not([readonly])").evaluate("area => { area.focus(); area.setSelectionRange(13, 15); }")
+        page.locator("#text:not([readonly])").evaluate(
+            "area => { area.focus(); area.setSelectionRange(13, 15); }"
+        )
         page.keyboard.insert_text("MINE")
         marked = "".join(page.locator("#ink .by-model").all_inner_texts())
         assert marked == second[:2] + second[4:]
@@ -174,7 +195,11 @@ def test_the_keyboard_is_enough(browser: Browser, entry: Process) -> None:
         reached = []
         for _ in range(11):
             page.keyboard.press("Tab")
-            reached.append(page.evaluate("(({id, value, textContent}) => id || value || textContent)(document.activeElement)"))
+            reached.append(
+                page.evaluate(
+                    "(({id, value, textContent}) => id || value || textContent)(document.activeElement)"
+                )
+            )
         assert reached[:2] == ["Skip to the text", "theme"]
         named = ["text", "write", "exact", "length", "seed", "code"]
         assert [name for name in reached if name in named] == named
@@ -182,14 +207,19 @@ def test_the_keyboard_is_enough(browser: Browser, entry: Process) -> None:
 
 def test_a_key_is_asked_for(browser: Browser, run: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEY)
-    with serving(run, "--api-keys", str(tmp_path / "keys"), "--max-requests", "1", "--queue", "0") as process:
+    with serving(
+        run, "--api-keys", str(tmp_path / "keys"), "--max-requests", "1", "--queue", "0"
+    ) as process:
         with visiting(browser, f"{process.url}/") as visit:
             page = visit.page
             page.locator("#door").wait_for()
             for wrong in ("something", KEY):
                 page.fill("#key", wrong)
                 page.keyboard.press("Enter")
-                visit.waits_for("#door-wrong" if wrong != KEY else "#model-name", "none of the API keys" if wrong != KEY else "small")
+                visit.waits_for(
+                    "#door-wrong" if wrong != KEY else "#model-name",
+                    "none of the API keys" if wrong != KEY else "small",
+                )
         with visiting(browser, f"{process.url}/#key={KEY}") as visit:
             visit.waits_for("#model-name", "small")
             assert KEY not in visit.page.url and KEY not in visit.text("#code")
@@ -199,7 +229,9 @@ def test_a_key_is_asked_for(browser: Browser, run: Path, tmp_path: Path) -> None
 def _refused_while_busy(visit: Visit, process: Process) -> None:
     body = {"model": "small", "stream": True, "max_tokens": 8192, "mode": "autoregressive"}
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx2.stream("POST", f"{process.url}/v1/completions", json=body, headers=headers, timeout=60) as other:
+    with httpx2.stream(
+        "POST", f"{process.url}/v1/completions", json=body, headers=headers, timeout=60
+    ) as other:
         pieces = other.iter_bytes()
         next(pieces)
         visit.page.fill("#text", "mine")

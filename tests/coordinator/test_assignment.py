@@ -41,22 +41,80 @@ CHOICE_TABLE = [
     ("new: then fewest replicas", DEFAULT, blocks(1, 1, 1), [None, 1, 1, 2], 3, "furthest behind"),
     ("sticky", DEFAULT, blocks(3, 1, 2), [1], 1, "this worker's block"),
     ("sticky though others are behind", DEFAULT, blocks(9, 1, 2), [1], 1, "this worker's block"),
-    ("moves to a lonely block far behind", DEFAULT, blocks(10, 1, 2), [1], 2, "no workers and is 9"),
+    (
+        "moves to a lonely block far behind",
+        DEFAULT,
+        blocks(10, 1, 2),
+        [1],
+        2,
+        "no workers and is 9",
+    ),
     ("stays: that block has a worker", DEFAULT, blocks(10, 1, 3), [1, 2], 1, "this worker's block"),
-    ("stays: another block has a spare worker", DEFAULT, blocks(10, 1, 9), [1, 3, 3], 1, "this worker's block"),
-    ("moves: its own block has a spare worker", DEFAULT, blocks(10, 1, 9), [1, 1, 3], 2, "no workers"),
+    (
+        "stays: another block has a spare worker",
+        DEFAULT,
+        blocks(10, 1, 9),
+        [1, 3, 3],
+        1,
+        "this worker's block",
+    ),
+    (
+        "moves: its own block has a spare worker",
+        DEFAULT,
+        blocks(10, 1, 9),
+        [1, 1, 3],
+        2,
+        "no workers",
+    ),
     ("its block is done", Options(budget_rounds=5), blocks(5, 2, 3), [1], 2, "furthest behind"),
-    ("fusion waits", Options(budget_rounds=10), blocks(4, 5, 0, fusion=True), [None], 1, "furthest behind"),
-    ("fusion begins at half", Options(budget_rounds=10), blocks(5, 5, 0, fusion=True), [None], 3, "furthest behind"),
-    ("fusion without a budget", DEFAULT, blocks(1, 1, 0, fusion=True), [None], 3, "furthest behind"),
+    (
+        "fusion waits",
+        Options(budget_rounds=10),
+        blocks(4, 5, 0, fusion=True),
+        [None],
+        1,
+        "furthest behind",
+    ),
+    (
+        "fusion begins at half",
+        Options(budget_rounds=10),
+        blocks(5, 5, 0, fusion=True),
+        [None],
+        3,
+        "furthest behind",
+    ),
+    (
+        "fusion without a budget",
+        DEFAULT,
+        blocks(1, 1, 0, fusion=True),
+        [None],
+        3,
+        "furthest behind",
+    ),
     ("exclusive: taken", Options.exact(5, 50), blocks(0, 0), [None, 1], 2, "furthest behind"),
-    ("exclusive: all taken", Options.exact(5, 50), blocks(0, 0), [None, 1, 2], None, "has its worker"),
+    (
+        "exclusive: all taken",
+        Options.exact(5, 50),
+        blocks(0, 0),
+        [None, 1, 2],
+        None,
+        "has its worker",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "state", "homes", "block", "words"), CHOICE_TABLE, ids=[row[0] for row in CHOICE_TABLE])
+@pytest.mark.parametrize(
+    ("name", "options", "state", "homes", "block", "words"),
+    CHOICE_TABLE,
+    ids=[row[0] for row in CHOICE_TABLE],
+)
 def test_choice_of_block(
-    name: str, options: Options, state: dict[int, BlockState], homes: list[int | None], block: int | None, words: str
+    name: str,
+    options: Options,
+    state: dict[int, BlockState],
+    homes: list[int | None],
+    block: int | None,
+    words: str,
 ) -> None:
     run = RunState(blocks=state, workers=workers(*homes))
     chosen, reason = choose_block(0.0, run, options, run.workers["w0"])
@@ -74,14 +132,32 @@ def test_exact_fusion_waits_for_the_others_to_be_done() -> None:
     options = Options.exact(5, 50)
     half = RunState(blocks={1: BlockState(steps=45), 2: BlockState(fusion=True)})
     assert not fusion_open(half, options, 2)
-    assert fusion_open(replace(half, blocks={1: BlockState(steps=50), 2: BlockState(fusion=True)}), options, 2)
+    assert fusion_open(
+        replace(half, blocks={1: BlockState(steps=50), 2: BlockState(fusion=True)}), options, 2
+    )
 
 
 @pytest.mark.parametrize(
-    ("others", "fusion", "is_open"), [(49, 0, False), (50, 0, True), (60, 20, False), (75, 20, True), (99, 50, False), (100, 50, True)]
+    ("others", "fusion", "is_open"),
+    [
+        (49, 0, False),
+        (50, 0, True),
+        (60, 20, False),
+        (75, 20, True),
+        (99, 50, False),
+        (100, 50, True),
+    ],
 )
-def test_fusion_stays_behind_blocks_that_still_move(others: int, fusion: int, is_open: bool) -> None:
-    run = RunState(blocks={1: BlockState(steps=others), 2: BlockState(steps=100), 3: BlockState(steps=fusion, fusion=True)})
+def test_fusion_stays_behind_blocks_that_still_move(
+    others: int, fusion: int, is_open: bool
+) -> None:
+    run = RunState(
+        blocks={
+            1: BlockState(steps=others),
+            2: BlockState(steps=100),
+            3: BlockState(steps=fusion, fusion=True),
+        }
+    )
     assert fusion_open(run, Options(budget_steps=100), 3) == is_open
 
 
@@ -103,8 +179,14 @@ SIZE_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "left", "speed", "overhead", "steps"), SIZE_TABLE, ids=[row[0] for row in SIZE_TABLE])
-def test_size_of_a_task(name: str, options: Options, left: float, speed: float | None, overhead: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "left", "speed", "overhead", "steps"),
+    SIZE_TABLE,
+    ids=[row[0] for row in SIZE_TABLE],
+)
+def test_size_of_a_task(
+    name: str, options: Options, left: float, speed: float | None, overhead: float, steps: int
+) -> None:
     size = size_task(left, options, BlockState(steps=20), WorkerState("a", 1, 0.0, speed, overhead))
     assert size.steps == steps, size.reason
     if steps and speed and not options.exclusive:
@@ -112,10 +194,17 @@ def test_size_of_a_task(name: str, options: Options, left: float, speed: float |
 
 
 def test_costlier_block_gets_fewer_steps() -> None:
-    assert size_task(1000.0, DEFAULT, BlockState(cost=4.0), WorkerState("a", seconds_per_step=0.5)).steps == 10
+    assert (
+        size_task(
+            1000.0, DEFAULT, BlockState(cost=4.0), WorkerState("a", seconds_per_step=0.5)
+        ).steps
+        == 10
+    )
 
 
-def asks(state: RunState, worker: WorkerState, options: Options = DEFAULT, now: float = 0.0) -> Grant | Wait | Stop:
+def asks(
+    state: RunState, worker: WorkerState, options: Options = DEFAULT, now: float = 0.0
+) -> Grant | Wait | Stop:
     return assign(now, with_worker(state, worker), options, worker.id)
 
 
@@ -137,30 +226,65 @@ TOGETHER_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "left", "answered", "steps"), TOGETHER_TABLE, ids=[row[0] for row in TOGETHER_TABLE])
-def test_tasks_of_a_round_end_together(name: str, options: Options, left: float, answered: bool, steps: int | None) -> None:
-    other = Lease(1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=left)
-    current = RoundState(deadline=100.0, length=100.0, updates=(Arrived("u", "a", 10, 10),) if answered else ())
-    state = RunState(blocks={1: BlockState(round=current)}, leases={1: other}, workers={"b": WorkerState("b", 1, 0.0, 1.0)}, next_task=2)
+@pytest.mark.parametrize(
+    ("name", "options", "left", "answered", "steps"),
+    TOGETHER_TABLE,
+    ids=[row[0] for row in TOGETHER_TABLE],
+)
+def test_tasks_of_a_round_end_together(
+    name: str, options: Options, left: float, answered: bool, steps: int | None
+) -> None:
+    other = Lease(
+        1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=left
+    )
+    current = RoundState(
+        deadline=100.0, length=100.0, updates=(Arrived("u", "a", 10, 10),) if answered else ()
+    )
+    state = RunState(
+        blocks={1: BlockState(round=current)},
+        leases={1: other},
+        workers={"b": WorkerState("b", 1, 0.0, 1.0)},
+        next_task=2,
+    )
     found = asks(state, WorkerState("a", 1, 0.0, 0.5), options)
     if steps is None:
-        assert isinstance(found, Wait) and found.seconds == pytest.approx(min(left, options.poll)) and "worth waiting" in found.reason
+        assert (
+            isinstance(found, Wait)
+            and found.seconds == pytest.approx(min(left, options.poll))
+            and "worth waiting" in found.reason
+        )
     else:
         assert isinstance(found, Grant) and found.lease.steps == steps, found.reason
 
 
 def test_a_dead_worker_is_not_company() -> None:
-    other = Lease(1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=0.5)
-    state = RunState(blocks={1: BlockState()}, leases={1: other}, workers={"b": WorkerState("b", 1, -1000.0, 1.0)}, next_task=2)
+    other = Lease(
+        1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=0.5
+    )
+    state = RunState(
+        blocks={1: BlockState()},
+        leases={1: other},
+        workers={"b": WorkerState("b", 1, -1000.0, 1.0)},
+        next_task=2,
+    )
     assert isinstance(asks(state, WorkerState("a", 1, 0.0, 0.5)), Grant)
 
 
 def test_slow_worker_gets_work_it_can_finish() -> None:
     idle = RunState(blocks={1: BlockState()}, workers={"b": WorkerState("b", 1, 0.0, 1.0)})
     alone = asks(replace(idle, workers={}), WorkerState("a", 1, 0.0, 80.0))
-    assert isinstance(alone, Grant) and alone.deadline == pytest.approx(100.0) and "only worker" in alone.reason
+    assert (
+        isinstance(alone, Grant)
+        and alone.deadline == pytest.approx(100.0)
+        and "only worker" in alone.reason
+    )
     shared = asks(idle, WorkerState("a", 1, 0.0, 80.0))
-    assert isinstance(shared, Grant) and shared.deadline == 60.0 and "late" in shared.reason and shared.lease.expires > 80.0
+    assert (
+        isinstance(shared, Grant)
+        and shared.deadline == 60.0
+        and "late" in shared.reason
+        and shared.lease.expires > 80.0
+    )
     hopeless = asks(idle, WorkerState("a", 1, 0.0, 8000.0))
     assert isinstance(hopeless, Wait) and "faster than this worker" in hopeless.reason
 
@@ -175,7 +299,11 @@ def test_a_lost_task_is_resumed_and_a_trained_one_is_not() -> None:
     assert granted(state, again) == state
     state = with_lease(state, replace(first.lease, trained=True))
     second = assign(1.0, state, DEFAULT, "w0")
-    assert isinstance(second, Grant) and (second.lease.task, second.lease.number, second.lease.base) == (2, 1, 0)
+    assert isinstance(second, Grant) and (
+        second.lease.task,
+        second.lease.number,
+        second.lease.base,
+    ) == (2, 1, 0)
     state = granted(state, second)
     state = with_lease(state, replace(second.lease, trained=True))
     wait = assign(2.0, state, DEFAULT, "w0")
@@ -200,4 +328,8 @@ def test_exact_takes_over_the_task_of_a_dead_worker_and_never_adds_one() -> None
     assert isinstance(assign(1.0, state, options, "w1"), Wait)
     state = with_worker(state, replace(state.workers["w1"], seen=100.0))
     second = assign(100.0, state, options, "w1")
-    assert isinstance(second, Grant) and (second.lease.task, second.lease.number, second.lease.fence) == (1, 0, 2)
+    assert isinstance(second, Grant) and (
+        second.lease.task,
+        second.lease.number,
+        second.lease.fence,
+    ) == (1, 0, 2)

@@ -71,7 +71,9 @@ def test_the_same_update_many_times_at_once_counts_once(tmp_path: Path) -> None:
         assert not coordinator.live.arriving
 
 
-def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with beginning(tmp_path, replicas=50) as coordinator, ThreadPoolExecutor(2) as pool:
         one, two = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2))
         first, second = one.joined(), two.joined()
@@ -95,10 +97,21 @@ def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(tmp_path: Path, m
         assert coordinator.live.store.blobs.has(waiting.result().receipt.payload_sha256)
 
 
-def test_a_merge_holds_up_only_the_updates_of_its_own_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with beginning(tmp_path, replicas=2) as coordinator, slow_merge(monkeypatch) as gate, ThreadPoolExecutor(4) as pool:
-        people = [(worker, worker.joined()) for worker in (FakeWorker(LocalClient(coordinator), seed) for seed in range(1, 7))]
-        (one, two, three), (other, *_) = ([pair for pair in people if pair[1].block == index] for index in (1, 2))
+def test_a_merge_holds_up_only_the_updates_of_its_own_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        beginning(tmp_path, replicas=2) as coordinator,
+        slow_merge(monkeypatch) as gate,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        people = [
+            (worker, worker.joined())
+            for worker in (FakeWorker(LocalClient(coordinator), seed) for seed in range(1, 7))
+        ]
+        (one, two, three), (other, *_) = (
+            [pair for pair in people if pair[1].block == index] for index in (1, 2)
+        )
         one[0].send(one[1])
         closing = pool.submit(two[0].send, two[1])
         assert gate.reached.wait(SOON)
@@ -112,16 +125,28 @@ def test_a_merge_holds_up_only_the_updates_of_its_own_block(tmp_path: Path, monk
             with pytest.raises(Late):
                 waiting.result(0.2)
         gate.open.set()
-        assert as_task(closing.result(SOON).next).base == 1, "who closes a round goes on from what it made"
+        assert as_task(closing.result(SOON).next).base == 1, (
+            "who closes a round goes on from what it made"
+        )
         receipt = late.result(SOON).receipt
         assert receipt.accepted and receipt.staleness == 1, "it belongs to the next round"
-        made = [entry.body for entry in whole_ledger(LocalClient(coordinator)) if entry.kind == "version" and '"version":1' in entry.body]
+        made = [
+            entry.body
+            for entry in whole_ledger(LocalClient(coordinator))
+            if entry.kind == "version" and '"version":1' in entry.body
+        ]
         assert len(made) == 1 and receipt.update not in made[0]
 
 
-def test_whoever_made_a_version_continues_from_it_also_if_another_merged_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_made_a_version_continues_from_it_also_if_another_merged_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock's own tick may find the round full before the worker's call does."""
-    with beginning(tmp_path, replicas=1) as coordinator, slow_merge(monkeypatch) as gate, ThreadPoolExecutor(2) as pool:
+    with (
+        beginning(tmp_path, replicas=1) as coordinator,
+        slow_merge(monkeypatch) as gate,
+        ThreadPoolExecutor(2) as pool,
+    ):
         worker = FakeWorker(LocalClient(coordinator))
         task = worker.joined()
         payload = worker.payload(task)
@@ -143,8 +168,14 @@ def test_whoever_made_a_version_continues_from_it_also_if_another_merged_it(tmp_
         assert as_task(reply.result(SOON).next).base == 1
 
 
-def test_a_coordinator_that_is_closed_lets_a_merge_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with beginning(tmp_path, replicas=1) as coordinator, slow_merge(monkeypatch) as gate, ThreadPoolExecutor(2) as pool:
+def test_a_coordinator_that_is_closed_lets_a_merge_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        beginning(tmp_path, replicas=1) as coordinator,
+        slow_merge(monkeypatch) as gate,
+        ThreadPoolExecutor(2) as pool,
+    ):
         worker = FakeWorker(LocalClient(coordinator))
         sending = pool.submit(worker.send, worker.joined())
         assert gate.reached.wait(SOON)
@@ -161,7 +192,9 @@ def test_a_coordinator_that_is_closed_lets_a_merge_end(tmp_path: Path, monkeypat
     again.close()
 
 
-def test_a_merge_that_fails_lets_everyone_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_fails_lets_everyone_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with beginning(tmp_path, replicas=1) as coordinator:
         worker = FakeWorker(LocalClient(coordinator))
         task = worker.joined()
@@ -180,7 +213,9 @@ def test_a_merge_that_fails_lets_everyone_go(tmp_path: Path, monkeypatch: pytest
         assert refused.value.code in (Code.TASK_ANSWERED, Code.UNKNOWN_TASK)
 
 
-def test_where_rounds_are_closed_beside_nobody_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_rounds_are_closed_beside_nobody_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with beginning(tmp_path, replicas=1) as coordinator, slow_merge(monkeypatch) as gate:
         coordinator.live.close_beside()
         worker = FakeWorker(LocalClient(coordinator))
@@ -192,11 +227,16 @@ def test_where_rounds_are_closed_beside_nobody_waits_for_them(tmp_path: Path, mo
         assert gate.reached.wait(SOON)
         assert isinstance(worker.ask(), Wait)
         gate.open.set()
-        following = until(lambda: (found := worker.ask()) and isinstance(found, Task) and found, "the next version")
+        following = until(
+            lambda: (found := worker.ask()) and isinstance(found, Task) and found,
+            "the next version",
+        )
         assert (following.block, following.base) == (task.block, 1)
 
 
-def test_a_failure_beside_is_told_to_the_next_who_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_beside_is_told_to_the_next_who_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with beginning(tmp_path, replicas=1) as coordinator:
         coordinator.live.close_beside()
         worker = FakeWorker(LocalClient(coordinator))

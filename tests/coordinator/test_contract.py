@@ -17,7 +17,15 @@ from blocktrain.protocol.identity import verify
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web.client import Calls, HttpClient, LocalClient, fetch
-from support.coordination_world import CONFIG, OPERATOR, TOKEN, FakeWorker, as_task, begin, whole_ledger
+from support.coordination_world import (
+    CONFIG,
+    OPERATOR,
+    TOKEN,
+    FakeWorker,
+    as_task,
+    begin,
+    whole_ledger,
+)
 
 World = Callable[..., tuple[Coordinator, Calls]]
 
@@ -32,7 +40,9 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
             stack.callback(coordinator.close)
             if request.param == "local":
                 return coordinator, LocalClient(coordinator)
-            url = stack.enter_context(running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)))
+            url = stack.enter_context(
+                running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR))
+            )
             client = HttpClient(url, OPERATOR, timeout=120)
             stack.callback(client.close)
             return coordinator, client
@@ -44,10 +54,21 @@ def test_joining_gives_the_run_and_the_first_task(world: World) -> None:
     coordinator, client = world()
     worker = FakeWorker(client)
     reply = worker.join()
-    assert (reply.protocol, reply.worker, reply.coordinator) == (m.PROTOCOL, worker.id, coordinator.live.identity.public_key)
+    assert (reply.protocol, reply.worker, reply.coordinator) == (
+        m.PROTOCOL,
+        worker.id,
+        coordinator.live.identity.public_key,
+    )
     assert reply.config == CONFIG.model_dump() and reply.fingerprint == CONFIG.fingerprint
     task = as_task(reply.next)
-    assert (task.task, task.fence, task.base, task.start_step, task.steps, task.compression) == (1, 1, 0, 0, 2, "int4")
+    assert (task.task, task.fence, task.base, task.start_step, task.steps, task.compression) == (
+        1,
+        1,
+        0,
+        0,
+        2,
+        "int4",
+    )
     assert task.lease_seconds > 0 and task.deadline_seconds > 0 and task.payload_limit > 10_000
     for part in (reply.corpus.train, reply.corpus.valid, task.weights):
         content = b"".join(client.blob(part.sha256))
@@ -100,7 +121,10 @@ def test_blobs_whole_from_an_offset_and_as_a_file(world: World, tmp_path: Path) 
     got: list[int] = []
     assert fetch(client, weights, target, progress=got.append).read_bytes() == whole
     assert sum(got) == len(whole) - 1000, "it goes on where it was interrupted"
-    assert fetch(client, weights, target, progress=got.append) == target and sum(got) == len(whole) - 1000
+    assert (
+        fetch(client, weights, target, progress=got.append) == target
+        and sum(got) == len(whole) - 1000
+    )
     with pytest.raises(Refused) as refused:
         list(client.blob("0" * 64))
     assert refused.value.code == Code.NOT_FOUND
@@ -113,9 +137,13 @@ def test_a_chunk_sent_twice_is_one_chunk(world: World) -> None:
     chunks = split(worker.payload(task), task.chunk_bytes)
     assert client.upload_state(task.task, task.ticket).have == ()
     for index in (2, 0, 2):
-        state = client.put_chunk(task.task, index, task.ticket, chunks[index], sha256(chunks[index]))
+        state = client.put_chunk(
+            task.task, index, task.ticket, chunks[index], sha256(chunks[index])
+        )
     assert state.have == (0, 2) == client.upload_state(task.task, task.ticket).have
-    assert coordinator.live.store.blobs.chunks(task.task, task.fence) == {i: sha256(chunks[i]) for i in (0, 2)}
+    assert coordinator.live.store.blobs.chunks(task.task, task.fence) == {
+        i: sha256(chunks[i]) for i in (0, 2)
+    }
 
 
 def test_an_update_gets_a_signed_receipt_and_the_next_task(world: World) -> None:
@@ -128,19 +156,32 @@ def test_an_update_gets_a_signed_receipt_and_the_next_task(world: World) -> None
     reply = client.submit(said)
     receipt = reply.receipt
     verify(receipt, worker.coordinator)
-    assert receipt.accepted and receipt.update == said.update and (receipt.weight, receipt.staleness) == (1.0, 0)
+    assert (
+        receipt.accepted
+        and receipt.update == said.update
+        and (receipt.weight, receipt.staleness) == (1.0, 0)
+    )
     following = as_task(reply.next)
     assert (following.task, following.base, following.start_step) == (2, 1, 2)
     assert following.continues == m.Lineage(optimizer=1, residual=1)
     entries = whole_ledger(client)
     entry = next(e for e in entries if e.hash == receipt.entry)
-    assert entry.kind == "update" and m.Submission.model_validate_json(json.dumps(json.loads(entry.body)["submission"])) == said
+    assert (
+        entry.kind == "update"
+        and m.Submission.model_validate_json(json.dumps(json.loads(entry.body)["submission"]))
+        == said
+    )
     made = [json.loads(e.body) for e in entries if e.kind == "version"]
-    assert [v["version"] for v in made] == [0, 0, 1] and [p["update"] for p in made[-1]["parts"]] == [said.update]
+    assert [v["version"] for v in made] == [0, 0, 1] and [
+        p["update"] for p in made[-1]["parts"]
+    ] == [said.update]
     manifest = client.manifest()
     assert (manifest.number, manifest.head) == (len(entries), entries[-1].hash)
     verify(manifest, worker.coordinator)
-    assert next(b for b in manifest.blocks if b.block == task.block).weights.sha256 == made[-1]["weights"]["sha256"]
+    assert (
+        next(b for b in manifest.blocks if b.block == task.block).weights.sha256
+        == made[-1]["weights"]["sha256"]
+    )
 
 
 def test_the_same_submission_gets_the_same_receipt(world: World) -> None:
@@ -156,7 +197,9 @@ def test_the_same_submission_gets_the_same_receipt(world: World) -> None:
     assert as_task(again.next).task == as_task(first.next).task
     assert whole_ledger(client) == before
     worker.send(as_task(first.next))
-    assert client.submit(worker.submission(task, payload)).receipt == first.receipt, "also much later"
+    assert client.submit(worker.submission(task, payload)).receipt == first.receipt, (
+        "also much later"
+    )
 
 
 def test_ledger_comes_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +209,9 @@ def test_ledger_comes_in_pages(world: World, monkeypatch: pytest.MonkeyPatch) ->
     next_ = worker.send(worker.joined()).next
     worker.send(as_task(next_))
     page = client.ledger(1)
-    assert [e.seq for e in page.entries] == [2, 3, 4] and page.total == len(whole_ledger(client)) > 8
+    assert [e.seq for e in page.entries] == [2, 3, 4] and page.total == len(
+        whole_ledger(client)
+    ) > 8
     assert client.ledger(page.total).entries == () and client.ledger(10**9).entries == ()
 
 
@@ -178,7 +223,13 @@ def test_status_counts_what_happened(world: World) -> None:
     reply = worker.send(task, payload)
     status = client.status()
     block = next(b for b in status.blocks if b.block == task.block)
-    assert (status.state, status.rounds, block.version, block.accepted, block.refused) == ("running", 0, 0, 1, 0)
+    assert (status.state, status.rounds, block.version, block.accepted, block.refused) == (
+        "running",
+        0,
+        0,
+        1,
+        0,
+    )
     assert block.round is not None and (block.round.updates, block.round.target) == (1, 2)
     assert block.bytes_in == len(payload) and block.bytes_out == task.weights.length
     (told,) = status.workers
@@ -192,13 +243,21 @@ def test_a_kicked_worker_is_out_for_good(world: World) -> None:
     other.join()
     client.kick(m.Kick(worker=worker.id, reason="it was rude"))
     client.kick(m.Kick(worker=worker.id))
-    for call in (worker.join, worker.ask, lambda: worker.beat(task), lambda: client.submit(worker.submission(task, b"x"))):
+    for call in (
+        worker.join,
+        worker.ask,
+        lambda: worker.beat(task),
+        lambda: client.submit(worker.submission(task, b"x")),
+    ):
         with pytest.raises(Refused, match="removed") as refused:
             call()
         assert refused.value.code == Code.KICKED
     kicks = [json.loads(e.body) for e in whole_ledger(client) if e.kind == "kick"]
     assert kicks == [{"worker": worker.id, "reason": "it was rude"}]
-    assert {w.worker: w.state for w in client.status().workers} == {worker.id: "kicked", other.id: "training"}
+    assert {w.worker: w.state for w in client.status().workers} == {
+        worker.id: "kicked",
+        other.id: "training",
+    }
     with pytest.raises(Refused) as unknown:
         client.kick(m.Kick(worker="0" * 32))
     assert unknown.value.code == Code.UNKNOWN_WORKER
@@ -214,7 +273,9 @@ def test_a_run_ends_when_its_budget_is_spent(world: World) -> None:
     for worker in workers:
         found = worker.ask()
         assert isinstance(found, m.Wait) and (found.code, found.seconds) == ("finished", 0.0)
-    assert coordinator.finished and client.manifest().finished and client.status().state == "finished"
+    assert (
+        coordinator.finished and client.manifest().finished and client.status().state == "finished"
+    )
     kinds = [e.kind for e in whole_ledger(client)]
     assert kinds.count("finish") == 1 and kinds.count("version") == 2 + 4
     assert isinstance(todo[workers[1].id], m.Wait), "the last answer says so already"
@@ -237,5 +298,7 @@ def test_whoever_leaves_is_not_waited_for(world: World) -> None:
     assert other.send(taken).receipt.accepted
     other.ask(leaving=True)
     assert {w.state for w in client.status().workers} == {"left"}
-    assert {b.block: b.version for b in client.manifest().blocks}[task.block] == 1, "the round closed without waiting"
+    assert {b.block: b.version for b in client.manifest().blocks}[task.block] == 1, (
+        "the round closed without waiting"
+    )
     assert worker.joined().task > task.task, "and it may come back"

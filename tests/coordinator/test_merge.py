@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from blocktrain.coordinator.merge import Before, Candidate, Merged, MergeOptions, Refusal, State, Steps, Update, merge
+from blocktrain.coordinator.merge import (
+    Before,
+    Candidate,
+    Merged,
+    MergeOptions,
+    Refusal,
+    State,
+    Steps,
+    Update,
+    merge,
+)
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": ()}
 FREE = MergeOptions(clip=None)
@@ -28,11 +38,18 @@ def states(limit: float = 2.0**100) -> st.SearchStrategy[dict[str, Any]]:
 
 def state(seed: int, scale: float = 1.0) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
-    return {name: np.asarray(scale * draw.standard_normal(shape), np.float32) for name, shape in SHAPES.items()}
+    return {
+        name: np.asarray(scale * draw.standard_normal(shape), np.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 def bits(values: State | None) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {} if values is None else {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in values.items()}
+    return (
+        {}
+        if values is None
+        else {name: (str(a.dtype), a.shape, a.tobytes()) for name, a in values.items()}
+    )
 
 
 def everything(merged: Merged) -> object:
@@ -46,7 +63,9 @@ def everything(merged: Merged) -> object:
 
 
 @given(states(), states())
-def test_one_replica_is_bit_identical_to_the_worker(current: dict[str, Any], new: dict[str, Any]) -> None:
+def test_one_replica_is_bit_identical_to_the_worker(
+    current: dict[str, Any], new: dict[str, Any]
+) -> None:
     merged = merge(Before(current, FREE), [Update("u", new, tokens=7, absolute=True)])
     assert bits(merged.state) == bits(new)
 
@@ -57,17 +76,27 @@ def test_why_weights_are_shipped_and_not_deltas() -> None:
     assert np.float64(base) + (np.float64(new) - np.float64(base)) != np.float64(new)
     current = {"x": np.array([1.0, 0.0], np.float32)}
     proposed = {"x": np.array([1e-30, -0.0], np.float32)}
-    assert bits(merge(Before(current, FREE), [Update("u", proposed, 1, absolute=True)]).state) == bits(proposed)
+    assert bits(
+        merge(Before(current, FREE), [Update("u", proposed, 1, absolute=True)]).state
+    ) == bits(proposed)
 
 
 @given(st.integers(1, 7), st.integers(0, 10**6), st.sampled_from([FREE, NESTEROV, MergeOptions()]))
 def test_order_of_arrival_changes_nothing(count: int, seed: int, options: MergeOptions) -> None:
     draw = random.Random(seed)
     updates = [
-        Update(f"{draw.random()}", state(seed + i, draw.choice([0.01, 1, 50])), draw.randint(1, 999), draw.choice([1.0, 0.49]))
+        Update(
+            f"{draw.random()}",
+            state(seed + i, draw.choice([0.01, 1, 50])),
+            draw.randint(1, 999),
+            draw.choice([1.0, 0.49]),
+        )
         for i in range(count)
     ]
-    updates += [Update("absolute", state(seed + 50), 5, absolute=True), Update("late", state(1), 5, 0.49, absolute=True, base=state(2))]
+    updates += [
+        Update("absolute", state(seed + 50), 5, absolute=True),
+        Update("late", state(1), 5, 0.49, absolute=True, base=state(2)),
+    ]
     before = Before(state(seed + 99), options, state(seed + 98), norms=(1.0,) * 6)
     first = everything(merge(before, updates))
     for _ in range(3):
@@ -76,7 +105,10 @@ def test_order_of_arrival_changes_nothing(count: int, seed: int, options: MergeO
 
 
 def test_names_and_layout_change_nothing() -> None:
-    current = {"m": np.asarray(np.random.default_rng(0).standard_normal((40, 30)), np.float32), "b": np.ones(3, np.float32)}
+    current = {
+        "m": np.asarray(np.random.default_rng(0).standard_normal((40, 30)), np.float32),
+        "b": np.ones(3, np.float32),
+    }
     new = {name: a * np.float32(1.5) for name, a in current.items()}
     turned: dict[str, Any] = {"b": new["b"], "m": np.asfortranarray(new["m"])}
     before = Before(current, MergeOptions(), norms=(0.1,) * 6)
@@ -85,35 +117,53 @@ def test_names_and_layout_change_nothing() -> None:
 
 
 @given(
-    states(1024.0), st.lists(st.tuples(states(1024.0), st.integers(1, 10**6), st.sampled_from([1.0, 0.49, 0.343])), min_size=1, max_size=5)
+    states(1024.0),
+    st.lists(
+        st.tuples(states(1024.0), st.integers(1, 10**6), st.sampled_from([1.0, 0.49, 0.343])),
+        min_size=1,
+        max_size=5,
+    ),
 )
-def test_mean_is_weighted_by_tokens_and_staleness(current: dict[str, Any], sent: list[tuple[dict[str, Any], int, float]]) -> None:
-    updates = [Update(f"{i}", values, tokens, weight) for i, (values, tokens, weight) in enumerate(sent)]
+def test_mean_is_weighted_by_tokens_and_staleness(
+    current: dict[str, Any], sent: list[tuple[dict[str, Any], int, float]]
+) -> None:
+    updates = [
+        Update(f"{i}", values, tokens, weight) for i, (values, tokens, weight) in enumerate(sent)
+    ]
     merged = merge(Before(current, FREE), updates)
     assert merged.state is not None
     total = sum(t * w for _, t, w in sent)
     for name, array in current.items():
         mean = sum(np.asarray(v[name], np.float64) * (t * w / total) for v, t, w in sent)
-        np.testing.assert_allclose(np.asarray(merged.state[name], np.float64), array + mean, rtol=1e-6, atol=1e-3)
+        np.testing.assert_allclose(
+            np.asarray(merged.state[name], np.float64), array + mean, rtol=1e-6, atol=1e-3
+        )
     assert sum(c.share for c in merged.used) == pytest.approx(1.0)
 
 
 def test_late_absolute_weights_count_as_what_they_changed() -> None:
     base, current = {"x": np.array([1.0], np.float32)}, {"x": np.array([5.0], np.float32)}
-    merged = merge(Before(current, FREE), [Update("u", {"x": np.array([1.5], np.float32)}, 1, absolute=True, base=base)])
+    merged = merge(
+        Before(current, FREE),
+        [Update("u", {"x": np.array([1.5], np.float32)}, 1, absolute=True, base=base)],
+    )
     assert merged.state is not None and merged.state["x"] == 5.5
 
 
 @given(st.floats(1.0, 1e6), st.integers(0, 1000))
 def test_long_update_is_clipped_and_keeps_its_weight(scale: float, seed: int) -> None:
     before = Before(state(1), MergeOptions(clip=2.0), norms=(1.0,) * 5)
-    merged = merge(before, [Update("bad", state(seed, scale), 1), Update("good", state(seed + 1, 1e-3), 1)])
+    merged = merge(
+        before, [Update("bad", state(seed, scale), 1), Update("good", state(seed + 1, 1e-3), 1)]
+    )
     assert merged.state is not None
     assert [c.share for c in merged.used] == [0.5, 0.5]
     for candidate in merged.used:
         assert candidate.norm * candidate.scale <= 2.0 * (1 + 1e-12)
     new: dict[str, Any] = merged.state
-    moved = np.sqrt(sum(np.sum((np.asarray(new[n], np.float64) - state(1)[n]) ** 2) for n in SHAPES))
+    moved = np.sqrt(
+        sum(np.sum((np.asarray(new[n], np.float64) - state(1)[n]) ** 2) for n in SHAPES)
+    )
     assert moved <= 0.5 * (2.0 + 0.02) + 1e-5
 
 
@@ -121,7 +171,9 @@ def test_long_updates_do_not_lift_the_median() -> None:
     before = Before(state(1), MergeOptions(clip=3.0), norms=(1.0,) * 32)
     norms: tuple[float, ...] = (1.0,) * 32
     for i in range(10):
-        norms = merge(Before(before.current, before.options, norms=norms), [Update(f"{i}", state(i, 1e4), 1)]).norms
+        norms = merge(
+            Before(before.current, before.options, norms=norms), [Update(f"{i}", state(i, 1e4), 1)]
+        ).norms
     assert max(norms) <= 3.0 * (1 + 1e-12) and len(norms) == 32
 
 
@@ -142,7 +194,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "values", "code"), BAD, ids=[row[0] for row in BAD])
-def test_bad_update_is_left_out_and_the_others_count(name: str, values: dict[str, Any], code: str) -> None:
+def test_bad_update_is_left_out_and_the_others_count(
+    name: str, values: dict[str, Any], code: str
+) -> None:
     good = Update("good", state(2), 3)
     merged = merge(Before(state(1)), [Update("bad", values, 3), good])
     assert [(r.id, r.code) for r in merged.refused] == [("bad", code)] and merged.refused[0].reason
@@ -152,7 +206,12 @@ def test_bad_update_is_left_out_and_the_others_count(name: str, values: dict[str
 
 
 def test_weights_must_count_for_something() -> None:
-    sent = [Update("a", state(1), 0), Update("b", state(1), 1, 0.0), Update("c", state(1), 1, 1.5), Update("d", state(1), 1, float("nan"))]
+    sent = [
+        Update("a", state(1), 0),
+        Update("b", state(1), 1, 0.0),
+        Update("c", state(1), 1, 1.5),
+        Update("d", state(1), 1, float("nan")),
+    ]
     assert [r.code for r in merge(Before(state(1)), sent).refused] == ["wrong_weight"] * 4
     with pytest.raises(ValueError, match="twice"):
         merge(Before(state(1)), [Update("a", state(1), 1), Update("a", state(2), 1)])
@@ -171,14 +230,23 @@ def test_nesterov_is_torch_sgd_on_the_averaged_delta() -> None:
         weights, momentum = merged.state, merged.momentum
         parameter.grad = -torch.tensor(delta)
         sgd.step()
-        np.testing.assert_allclose(np.asarray(weights["x"], np.float64), parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            np.asarray(weights["x"], np.float64), parameter.detach().numpy(), rtol=1e-5, atol=1e-6
+        )
     with pytest.raises(ValueError, match="neither"):
         MergeOptions(outer="adam")
 
 
 def test_tables_of_integers_are_kept() -> None:
     current: dict[str, Any] = {"n": np.array([3], np.int64), "x": np.zeros(1, np.float32)}
-    merged = merge(Before(current, FREE), [Update("u", {"n": np.array([9], np.int64), "x": np.ones(1, np.float32)}, 1, absolute=True)])
+    merged = merge(
+        Before(current, FREE),
+        [
+            Update(
+                "u", {"n": np.array([9], np.int64), "x": np.ones(1, np.float32)}, 1, absolute=True
+            )
+        ],
+    )
     assert merged.state is not None and merged.state["n"] == 3 and merged.state["x"] == 1
 
 
@@ -187,10 +255,20 @@ def test_later_checks_means_and_guards_have_their_place() -> None:
 
     def canary(before: Before, candidate: Candidate) -> Candidate | Refusal:
         seen.append(candidate.update.id)
-        return Refusal(candidate.update.id, "no_gain", "worse on the canary") if candidate.update.id == "b" else candidate
+        return (
+            Refusal(candidate.update.id, "no_gain", "worse on the canary")
+            if candidate.update.id == "b"
+            else candidate
+        )
 
     def largest(before: Before, candidates: Any, name: str) -> Any:
-        return np.max([np.asarray(before.current[name], np.float64) + c.update.values[name] for c in candidates], axis=0)
+        return np.max(
+            [
+                np.asarray(before.current[name], np.float64) + c.update.values[name]
+                for c in candidates
+            ],
+            axis=0,
+        )
 
     def worse(before: Before, new: State, used: Any) -> str | None:
         return "worse than its parent"
@@ -198,9 +276,17 @@ def test_later_checks_means_and_guards_have_their_place() -> None:
     plain = Steps()
     updates = [Update(i, state(ord(i)), 1) for i in "cab"]
     merged = merge(Before(state(1)), updates, Steps((*plain.checks, canary), largest, plain.guards))
-    assert seen == ["a", "b", "c"] and [r.code for r in merged.refused] == ["no_gain"] and merged.state is not None
+    assert (
+        seen == ["a", "b", "c"]
+        and [r.code for r in merged.refused] == ["no_gain"]
+        and merged.state is not None
+    )
     guarded = merge(Before(state(1)), updates, Steps(guards=(*plain.guards, worse)))
-    assert guarded.state is None and "worse than its parent" in guarded.reason and "a, b, c" in guarded.reason
+    assert (
+        guarded.state is None
+        and "worse than its parent" in guarded.reason
+        and "a, b, c" in guarded.reason
+    )
 
 
 def test_overflow_is_not_published() -> None:

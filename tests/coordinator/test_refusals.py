@@ -30,7 +30,15 @@ from blocktrain.protocol.transfer import sha256, split
 from blocktrain.store.blobs import Blobs
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient, fetch
-from support.coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, beginning, snapshot
+from support.coordination_world import (
+    OPERATOR,
+    TOKEN,
+    Clock,
+    FakeWorker,
+    as_task,
+    beginning,
+    snapshot,
+)
 
 NOBODY = "0" * 64
 
@@ -56,12 +64,24 @@ class Place:
         return host, int(port)
 
     def post(self, path: str, message: m.Message | bytes, **headers: str) -> httpx2.Response:
-        return self.http.post(path, content=message if isinstance(message, bytes) else m.write(message), headers=headers)
+        return self.http.post(
+            path,
+            content=message if isinstance(message, bytes) else m.write(message),
+            headers=headers,
+        )
 
     def put(
-        self, task: m.Task, index: int, content: bytes, digest: str | None = None, ticket: str | bytes | None = None
+        self,
+        task: m.Task,
+        index: int,
+        content: bytes,
+        digest: str | None = None,
+        ticket: str | bytes | None = None,
     ) -> httpx2.Response:
-        headers = {m.TICKET_HEADER: ticket or task.ticket, m.DIGEST_HEADER: sha256(content) if digest is None else digest}
+        headers = {
+            m.TICKET_HEADER: ticket or task.ticket,
+            m.DIGEST_HEADER: sha256(content) if digest is None else digest,
+        }
         return self.http.put(f"/v1/uploads/{task.task}/{index}", content=content, headers=headers)  # type: ignore[arg-type]
 
 
@@ -69,8 +89,13 @@ class Place:
 def opened(folder: Path, **policy: Any) -> Iterator[Place]:
     clock = Clock()
     listen = Listen(token=TOKEN, operator_token=OPERATOR)
-    with beginning(folder, clock=clock, **policy) as coordinator, running(coordinator, listen) as url:
-        http = httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120)
+    with (
+        beginning(folder, clock=clock, **policy) as coordinator,
+        running(coordinator, listen) as url,
+    ):
+        http = httpx2.Client(
+            base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120
+        )
         client = HttpClient(url, TOKEN, timeout=120)
         yield Place(coordinator, clock, url, http, client)
         client.close()
@@ -99,19 +124,38 @@ def refuse(place: Place, code: Code, call: Callable[[], httpx2.Response]) -> m.R
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", "\xe9"])
-@pytest.mark.parametrize("path", ["/v1/run", "/v1/status", "/v1/ledger", f"/v1/blobs/{NOBODY}", "/v1/uploads/1", "/nowhere"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/run", "/v1/status", "/v1/ledger", f"/v1/blobs/{NOBODY}", "/v1/uploads/1", "/nowhere"],
+)
 def test_token(place: Place, token: str, path: str) -> None:
     headers = [(b"authorization", b"Bearer " + token.encode("latin-1"))] if token else []
-    found = refuse(place, Code.BAD_TOKEN, lambda: httpx2.get(place.url + path, headers=headers, timeout=60))
+    found = refuse(
+        place, Code.BAD_TOKEN, lambda: httpx2.get(place.url + path, headers=headers, timeout=60)
+    )
     assert "join command" in found.sentence
 
 
 def test_token_is_checked_before_the_body(place: Place) -> None:
     worker = place.worker()
     for path in ("/v1/join", "/v1/tasks", "/v1/updates", "/v1/heartbeat", "/v1/kick"):
-        refuse(place, Code.BAD_TOKEN, lambda path=path: httpx2.post(place.url + path, content=b"{", timeout=60))  # type: ignore[misc]
-    refuse(place, Code.BAD_TOKEN, lambda: httpx2.post(f"{place.url}/v1/join", content=m.write(worker.join_message()), timeout=60))
-    assert httpx2.get(f"{place.url}/healthz", timeout=60).json() == {"ok": True, "ready": True, "finished": False}
+        refuse(
+            place,
+            Code.BAD_TOKEN,
+            lambda path=path: httpx2.post(place.url + path, content=b"{", timeout=60),
+        )  # type: ignore[misc]
+    refuse(
+        place,
+        Code.BAD_TOKEN,
+        lambda: httpx2.post(
+            f"{place.url}/v1/join", content=m.write(worker.join_message()), timeout=60
+        ),
+    )
+    assert httpx2.get(f"{place.url}/healthz", timeout=60).json() == {
+        "ok": True,
+        "ready": True,
+        "finished": False,
+    }
 
 
 def test_only_the_operator_kicks(place: Place) -> None:
@@ -125,12 +169,28 @@ def test_who_and_what_for(place: Place) -> None:
     worker, stranger = place.worker(), place.worker()
     task = worker.joined()
     stranger.run, stranger.fingerprint = worker.run, worker.fingerprint
-    refuse(place, Code.WRONG_PROTOCOL, lambda: place.post("/v1/join", place.worker().join_message(protocol=2)))
-    refuse(place, Code.WRONG_FINGERPRINT, lambda: place.post("/v1/tasks", worker.request(fingerprint=NOBODY)))
+    refuse(
+        place,
+        Code.WRONG_PROTOCOL,
+        lambda: place.post("/v1/join", place.worker().join_message(protocol=2)),
+    )
+    refuse(
+        place,
+        Code.WRONG_FINGERPRINT,
+        lambda: place.post("/v1/tasks", worker.request(fingerprint=NOBODY)),
+    )
     refuse(place, Code.WRONG_RUN, lambda: place.post("/v1/tasks", worker.request(run="0" * 32)))
-    refuse(place, Code.WRONG_RUN, lambda: place.post("/v1/updates", worker.submission(task, b"x", run="0" * 32)))
+    refuse(
+        place,
+        Code.WRONG_RUN,
+        lambda: place.post("/v1/updates", worker.submission(task, b"x", run="0" * 32)),
+    )
     refuse(place, Code.UNKNOWN_WORKER, lambda: place.post("/v1/tasks", stranger.request()))
-    refuse(place, Code.UNKNOWN_WORKER, lambda: place.post("/v1/updates", stranger.submission(task, b"x")))
+    refuse(
+        place,
+        Code.UNKNOWN_WORKER,
+        lambda: place.post("/v1/updates", stranger.submission(task, b"x")),
+    )
 
 
 def test_signatures(place: Place) -> None:
@@ -141,7 +201,15 @@ def test_signatures(place: Place) -> None:
         "/v1/tasks": worker.request(),
         "/v1/updates": worker.submission(task, worker.payload(task)),
         "/v1/heartbeat": worker.identity.sign(
-            m.Heartbeat(run=worker.run, worker=worker.id, task=task.task, fence=task.fence, step=1, bytes=0, nonce="0" * 32)
+            m.Heartbeat(
+                run=worker.run,
+                worker=worker.id,
+                task=task.task,
+                fence=task.fence,
+                step=1,
+                bytes=0,
+                nonce="0" * 32,
+            )
         ),
     }
     changed: dict[str, dict[str, Any]] = {
@@ -151,10 +219,20 @@ def test_signatures(place: Place) -> None:
         "/v1/heartbeat": {"step": 2},
     }
     for path, message in honest.items():
-        bad = [other.sign(message), message.model_copy(update={"signature": ""}), message.model_copy(update=changed[path])]
-        bad.append(message.model_copy(update={"signature": next(x.signature for p, x in honest.items() if p != path)}))
+        bad = [
+            other.sign(message),
+            message.model_copy(update={"signature": ""}),
+            message.model_copy(update=changed[path]),
+        ]
+        bad.append(
+            message.model_copy(
+                update={"signature": next(x.signature for p, x in honest.items() if p != path)}
+            )
+        )
         for forged in bad:
-            refuse(place, Code.BAD_SIGNATURE, lambda path=path, forged=forged: place.post(path, forged))  # type: ignore[misc]
+            refuse(
+                place, Code.BAD_SIGNATURE, lambda path=path, forged=forged: place.post(path, forged)
+            )  # type: ignore[misc]
 
 
 # Bodies
@@ -167,11 +245,25 @@ def test_bodies_that_are_not_read(place: Place) -> None:
     for path in ("/v1/join", "/v1/tasks", "/v1/updates", "/v1/heartbeat"):
         refuse(place, Code.TOO_LARGE, lambda path=path: place.post(path, large))  # type: ignore[misc]
     refuse(place, Code.TOO_LARGE, lambda: place.put(task, 0, bytes(task.chunk_bytes + 1)))
-    refuse(place, Code.TOO_LARGE, lambda: place.put(task, task.payload_limit // task.chunk_bytes + 1, b"x"))
-    refuse(place, Code.LENGTH_REQUIRED, lambda: place.http.post("/v1/join", content=iter([b"{", b"}"])))
-    refuse(place, Code.LENGTH_REQUIRED, lambda: place.http.put(f"/v1/uploads/{task.task}/0", content=iter([b"x"]), headers=_ticket(task)))
+    refuse(
+        place,
+        Code.TOO_LARGE,
+        lambda: place.put(task, task.payload_limit // task.chunk_bytes + 1, b"x"),
+    )
+    refuse(
+        place, Code.LENGTH_REQUIRED, lambda: place.http.post("/v1/join", content=iter([b"{", b"}"]))
+    )
+    refuse(
+        place,
+        Code.LENGTH_REQUIRED,
+        lambda: place.http.put(
+            f"/v1/uploads/{task.task}/0", content=iter([b"x"]), headers=_ticket(task)
+        ),
+    )
     for encoding in ("gzip", "zstd", "identity, gzip"):
-        call = lambda encoding=encoding: place.post("/v1/join", worker.join_message(), **{"Content-Encoding": encoding})  # noqa: E731
+        call = lambda encoding=encoding: place.post(
+            "/v1/join", worker.join_message(), **{"Content-Encoding": encoding}
+        )
         refuse(place, Code.WRONG_ENCODING, call)
     assert place.client.upload_state(task.task, task.ticket).have == ()
 
@@ -183,7 +275,15 @@ def _ticket(task: m.Task) -> dict[str, str]:
 def test_messages_that_cannot_be_read(place: Place) -> None:
     worker = place.worker()
     honest = json.loads(m.write(worker.join_message()))
-    bodies = [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 60_000, json.dumps({**honest, "more": 1}).encode()]
+    bodies = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 60_000,
+        json.dumps({**honest, "more": 1}).encode(),
+    ]
     changes: list[dict[str, Any]] = [
         {"protocol": "1"},
         {"protocol": 1.0},
@@ -203,11 +303,17 @@ def test_messages_that_cannot_be_read(place: Place) -> None:
     for body in bodies:
         refuse(place, Code.MALFORMED, lambda body=body: place.post("/v1/join", body))  # type: ignore[misc]
     for path in ("/v1/tasks", "/v1/heartbeat", "/v1/updates"):
-        refuse(place, Code.MALFORMED, lambda path=path: place.post(path, m.write(worker.join_message())))  # type: ignore[misc]
+        refuse(
+            place,
+            Code.MALFORMED,
+            lambda path=path: place.post(path, m.write(worker.join_message())),
+        )  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("speed", [5e-324, 1e-300, 1e-12, 1e-6, 1e9])
-def test_a_speed_that_nobody_has_gives_no_lease_without_an_end(tmp_path: Path, speed: float) -> None:
+def test_a_speed_that_nobody_has_gives_no_lease_without_an_end(
+    tmp_path: Path, speed: float
+) -> None:
     with beginning(tmp_path, clock=Clock()) as coordinator:
         client = LocalClient(coordinator)
         for worker in (FakeWorker(client, 1), FakeWorker(client, 2), FakeWorker(client, 3)):
@@ -215,7 +321,10 @@ def test_a_speed_that_nobody_has_gives_no_lease_without_an_end(tmp_path: Path, s
             worker.ask(speed=speed)
             assert client.status().state == "running"
         assert coordinator.live.state.leases, "somebody works"
-        assert max(lease.expires for lease in coordinator.live.state.leases.values()) < 1000 + 10 * 86400
+        assert (
+            max(lease.expires for lease in coordinator.live.state.leases.values())
+            < 1000 + 10 * 86400
+        )
 
 
 # Chunks and payloads
@@ -230,7 +339,11 @@ def test_chunks(place: Place) -> None:
     refuse(place, Code.STALE_FENCE, lambda: place.put(task, 0, b"x", ticket="guess"))
     refuse(place, Code.STALE_FENCE, lambda: place.put(task, 0, b"x", ticket=b"\xe9\xe8"))
     refuse(place, Code.STALE_FENCE, lambda: place.http.get(f"/v1/uploads/{task.task}"))
-    refuse(place, Code.UNKNOWN_TASK, lambda: place.http.get("/v1/uploads/999999", headers=_ticket(task)))
+    refuse(
+        place,
+        Code.UNKNOWN_TASK,
+        lambda: place.http.get("/v1/uploads/999999", headers=_ticket(task)),
+    )
     assert place.client.upload_state(task.task, task.ticket).have == ()
 
 
@@ -273,7 +386,10 @@ PAYLOADS: dict[str, tuple[Code, Callable[[FakeWorker, m.Task], bytes]]] = {
     "NaN": (Code.NOT_FINITE, lambda w, t: _encoded(t, w, _set("scales", float("nan")))),
     "infinity": (Code.NOT_FINITE, lambda w, t: _encoded(t, w, _set("scales", float("inf")))),
     "a negative scale": (Code.NOT_FINITE, lambda w, t: _encoded(t, w, _set("scales", -1.0))),
-    "an int4 code that does not exist": (Code.MALFORMED, lambda w, t: _encoded(t, w, _set("values", 0))),
+    "an int4 code that does not exist": (
+        Code.MALFORMED,
+        lambda w, t: _encoded(t, w, _set("values", 0)),
+    ),
     "zstd bomb": (Code.TOO_LARGE, lambda w, t: zstd.compress(bytes(1 << 26))),
     "no zstd": (Code.MALFORMED, lambda w, t: b"PK\x03\x04" + bytes(100)),
     "a pickle": (Code.MALFORMED, lambda w, t: zstd.compress(b"\x80\x04cos\nsystem\n(S'true'\ntR.")),
@@ -281,7 +397,9 @@ PAYLOADS: dict[str, tuple[Code, Callable[[FakeWorker, m.Task], bytes]]] = {
     "something after it": (Code.MALFORMED, lambda w, t: w.payload(t) + b"more"),
     "another compression": (
         Code.TOO_LARGE,
-        lambda w, t: codec.compress({n: np.zeros_like(x) for n, x in w.weights(t).items()}, None, "fp16")[0],
+        lambda w, t: codec.compress(
+            {n: np.zeros_like(x) for n, x in w.weights(t).items()}, None, "fp16"
+        )[0],
     ),
     "weights instead of a delta": (
         Code.TOO_LARGE,
@@ -317,7 +435,11 @@ def test_payloads_that_are_not_what_was_announced(place: Place) -> None:
     assert "3, 4, 5" in found.sentence
     worker.upload(task, payload)
     refuse(place, Code.MALFORMED, submit(chunks=len(chunks) + 1))
-    refuse(place, Code.TOO_LARGE, submit(payload_length=task.payload_limit + 1, chunks=-(-(task.payload_limit + 1) // 1024)))
+    refuse(
+        place,
+        Code.TOO_LARGE,
+        submit(payload_length=task.payload_limit + 1, chunks=-(-(task.payload_limit + 1) // 1024)),
+    )
     refuse(place, Code.HASH_MISMATCH, submit(payload_length=len(payload) + 1))
     worker.upload(task, payload)
     refuse(place, Code.HASH_MISMATCH, submit(payload_sha256=sha256(b"other")))
@@ -343,8 +465,14 @@ def test_claims_that_do_not_fit_the_task(place: Place, name: str) -> None:
     payload = worker.payload(task)
     worker.upload(task, payload)
     code, changes = CLAIMS[name]
-    refuse(place, code, lambda: place.post("/v1/updates", worker.submission(task, payload, **changes)))
-    refuse(place, Code.WRONG_BASE, lambda: place.post("/v1/updates", worker.submission(task, payload, block=3 - task.block)))
+    refuse(
+        place, code, lambda: place.post("/v1/updates", worker.submission(task, payload, **changes))
+    )
+    refuse(
+        place,
+        Code.WRONG_BASE,
+        lambda: place.post("/v1/updates", worker.submission(task, payload, block=3 - task.block)),
+    )
     assert worker.send(task, payload).receipt.accepted
 
 
@@ -352,11 +480,25 @@ def test_work_of_another(place: Place) -> None:
     worker, thief = place.worker(), place.worker()
     task, own = worker.joined(), thief.joined()
     payload = worker.payload(task)
-    refuse(place, Code.NOT_YOUR_TASK, lambda: place.post("/v1/updates", thief.submission(task, payload)))
+    refuse(
+        place,
+        Code.NOT_YOUR_TASK,
+        lambda: place.post("/v1/updates", thief.submission(task, payload)),
+    )
     worker.send(task, payload)
-    refuse(place, Code.NOT_FOUND, lambda: place.http.get(f"/v1/blobs/{sha256(payload)}"))  # not before the round has closed
-    refuse(place, Code.NOT_YOUR_TASK, lambda: place.post("/v1/updates", thief.submission(task, payload)))
-    refuse(place, Code.TASK_ANSWERED, lambda: place.post("/v1/updates", worker.submission(task, b"something else")))
+    refuse(
+        place, Code.NOT_FOUND, lambda: place.http.get(f"/v1/blobs/{sha256(payload)}")
+    )  # not before the round has closed
+    refuse(
+        place,
+        Code.NOT_YOUR_TASK,
+        lambda: place.post("/v1/updates", thief.submission(task, payload)),
+    )
+    refuse(
+        place,
+        Code.TASK_ANSWERED,
+        lambda: place.post("/v1/updates", worker.submission(task, b"something else")),
+    )
     assert thief.send(own).receipt.accepted
 
 
@@ -366,9 +508,15 @@ def test_a_nonce_counts_once(place: Place) -> None:
     second = as_task(worker.send(first, nonce="ab" * 16).next)
     payload = worker.payload(second)
     worker.upload(second, payload)
-    refuse(place, Code.REPLAYED, lambda: place.post("/v1/updates", worker.submission(second, payload, nonce="ab" * 16)))
+    refuse(
+        place,
+        Code.REPLAYED,
+        lambda: place.post("/v1/updates", worker.submission(second, payload, nonce="ab" * 16)),
+    )
     other = place.worker()
-    assert other.send(other.joined(), nonce="ab" * 16).receipt.accepted, "another worker may have drawn the same"
+    assert other.send(other.joined(), nonce="ab" * 16).receipt.accepted, (
+        "another worker may have drawn the same"
+    )
     assert worker.send(second, payload).receipt.accepted
 
 
@@ -386,10 +534,14 @@ def _give_to_another(place: Place) -> None:
     place.coordinator.tick()
     taken = as_task(quick.join().next)
     assert (taken.task, taken.fence) == (task.task, task.fence + 1)
-    refuse(place, Code.STALE_FENCE, lambda: place.post("/v1/updates", slow.submission(task, payload)))
+    refuse(
+        place, Code.STALE_FENCE, lambda: place.post("/v1/updates", slow.submission(task, payload))
+    )
     refuse(place, Code.STALE_FENCE, lambda: place.put(task, 0, payload[:1024]))
     assert not slow.beat(task).go_on
-    assert place.client.upload_state(taken.task, taken.ticket).have == (), "chunks of the old lease are not its own"
+    assert place.client.upload_state(taken.task, taken.ticket).have == (), (
+        "chunks of the old lease are not its own"
+    )
     assert quick.send(taken).receipt.accepted and isinstance(slow.ask(), m.Task)
 
 
@@ -418,24 +570,54 @@ PATHS = [
 @pytest.mark.parametrize("path", PATHS)
 def test_names_that_are_paths(place: Place, path: str) -> None:
     def call() -> httpx2.Response:
-        return raw(place, f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode())
+        return raw(
+            place,
+            f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode(),
+        )
 
     refuse(place, Code.NOT_FOUND, call)
 
 
-@pytest.mark.parametrize("name", ["1/..", "-1/0", "1/-1", "1/1e3", "x/0", "1/0x1", "1/%D9%A1", "9999999999999999/0", "1/ 1", "+1/1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1/..",
+        "-1/0",
+        "1/-1",
+        "1/1e3",
+        "x/0",
+        "1/0x1",
+        "1/%D9%A1",
+        "9999999999999999/0",
+        "1/ 1",
+        "+1/1",
+    ],
+)
 def test_uploads_are_named_by_numbers(place: Place, name: str) -> None:
     head = f"PUT /v1/uploads/{name.replace(' ', '%20')} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 1\r\n"
-    refuse(place, Code.MALFORMED, lambda: raw(place, (head + "Connection: close\r\n\r\nx").encode()))
+    refuse(
+        place, Code.MALFORMED, lambda: raw(place, (head + "Connection: close\r\n\r\nx").encode())
+    )
 
 
 def test_ranges_and_pages(place: Place) -> None:
     weights = place.worker().joined().weights
-    for wanted in ("bytes=-5", "bytes=5-9", f"bytes={weights.length}-", "bytes=0-,5-", "lines=1-", "bytes=x-"):
-        call = lambda wanted=wanted: place.http.get(f"/v1/blobs/{weights.sha256}", headers={"Range": wanted})  # noqa: E731
+    for wanted in (
+        "bytes=-5",
+        "bytes=5-9",
+        f"bytes={weights.length}-",
+        "bytes=0-,5-",
+        "lines=1-",
+        "bytes=x-",
+    ):
+        call = lambda wanted=wanted: place.http.get(
+            f"/v1/blobs/{weights.sha256}", headers={"Range": wanted}
+        )
         refuse(place, Code.MALFORMED, call)
     for after in ("-1", "x", "1.0", "9" * 16, "%D9%A1"):
-        refuse(place, Code.MALFORMED, lambda after=after: place.http.get(f"/v1/ledger?after={after}"))  # type: ignore[misc]
+        refuse(
+            place, Code.MALFORMED, lambda after=after: place.http.get(f"/v1/ledger?after={after}")
+        )  # type: ignore[misc]
 
 
 def raw(place: Place, request: bytes) -> httpx2.Response:
@@ -487,7 +669,9 @@ def trickled(place: Place, head: bytes, content: bytes) -> bytes:
             thread.join()
 
 
-def test_a_body_that_comes_in_drops_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_comes_in_drops_is_given_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = place.worker().joined()
     monkeypatch.setattr(web, "BODY_SECONDS", 0.4)
     monkeypatch.setattr(web, "MIN_RATE", 1 << 20)
@@ -496,13 +680,21 @@ def test_a_body_that_comes_in_drops_is_given_up(place: Place, monkeypatch: pytes
     put = f"PUT /v1/uploads/{task.task}/0 HTTP/1.1\r\n{authorization}{m.TICKET_HEADER}: {task.ticket}\r\nContent-Length: 1024\r\n\r\n"
     for head in (post, put):
         began = time.monotonic()
-        found = refuse(place, Code.TOO_SLOW, lambda head=head: _parsed(trickled(place, head.encode(), bytes(60000))))  # type: ignore[misc]
+        found = refuse(
+            place,
+            Code.TOO_SLOW,
+            lambda head=head: _parsed(trickled(place, head.encode(), bytes(60000))),
+        )  # type: ignore[misc]
         assert "bytes" in found.sentence and time.monotonic() - began < 30
     assert place.client.upload_state(task.task, task.ticket).have == ()
 
 
-@pytest.mark.parametrize("first", [b"", b"POST /v1/join HTTP/1.1\r\nHost: x\r\n"], ids=["silence", "slow headers"])
-def test_headers_that_never_end_are_hung_up_on(place: Place, monkeypatch: pytest.MonkeyPatch, first: bytes) -> None:
+@pytest.mark.parametrize(
+    "first", [b"", b"POST /v1/join HTTP/1.1\r\nHost: x\r\n"], ids=["silence", "slow headers"]
+)
+def test_headers_that_never_end_are_hung_up_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
     monkeypatch.setattr(web, "HEADER_SECONDS", 0.4)
     before = snapshot(place.coordinator)
     began = time.monotonic()
@@ -550,7 +742,10 @@ def test_chunks_that_come_twice_at_once_harm_nobody(tmp_path: Path) -> None:
             blobs.assemble(1, 1, list(have.values()), have.get(0, NOBODY))
         blobs.drop_chunks(1, 1)
 
-    actions: list[Callable[[], object]] = [submit, *(lambda n=n: blobs.put_chunk(1, 1, 0, bytes([n]) * 50) for n in range(3))]
+    actions: list[Callable[[], object]] = [
+        submit,
+        *(lambda n=n: blobs.put_chunk(1, 1, 0, bytes([n]) * 50) for n in range(3)),
+    ]
     threads = [threading.Thread(target=again, args=(action,)) for action in actions]
     for thread in threads:
         thread.start()
@@ -567,7 +762,9 @@ def test_chunks_that_come_twice_at_once_harm_nobody(tmp_path: Path) -> None:
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
     with beginning(tmp_path / "run") as coordinator:
         before = snapshot(coordinator)
-        with pytest.raises(RunError, match=r"another coordinator .* is using .*: stop it, or choose another folder"):
+        with pytest.raises(
+            RunError, match=r"another coordinator .* is using .*: stop it, or choose another folder"
+        ):
             open_coordinator(tmp_path / "run")
         assert snapshot(coordinator) == before
         worker = FakeWorker(coordinator)
@@ -603,7 +800,11 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         stored = coordinator.live.store.blobs.path
         flip(stored(task.weights.sha256))
         listening = running(coordinator, Listen())
-        with listening as url, closing(HttpClient(url, timeout=120)) as client, pytest.raises(Unreachable, match="other bytes"):
+        with (
+            listening as url,
+            closing(HttpClient(url, timeout=120)) as client,
+            pytest.raises(Unreachable, match="other bytes"),
+        ):
             fetch(client, task.weights, tmp_path / "weights")
         assert list(tmp_path.glob("weights*")) == []
         flip(stored(task.weights.sha256))  # as if restored from a backup

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from blocktrain.coordinator.assignment import assign
-from blocktrain.coordinator.rounds import Submission, admit, advanced, deadline_after, decide, decide_round, finished, staleness_weight
+from blocktrain.coordinator.rounds import (
+    Submission,
+    admit,
+    advanced,
+    deadline_after,
+    decide,
+    decide_round,
+    finished,
+    staleness_weight,
+)
 from blocktrain.coordinator.state import (
     Arrived,
     BlockState,
@@ -40,7 +49,19 @@ DEFAULT = Options()
 
 
 def lease(task: int = 1, worker: str = "a", **changes: object) -> Lease:
-    made = Lease(task, task - 1, 1, 0, 1, worker, steps=10, start_step=0, granted=0.0, expires=200.0, expected=10.0)
+    made = Lease(
+        task,
+        task - 1,
+        1,
+        0,
+        1,
+        worker,
+        steps=10,
+        start_step=0,
+        granted=0.0,
+        expires=200.0,
+        expected=10.0,
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -48,7 +69,9 @@ def came(*workers: str) -> tuple[Arrived, ...]:
     return tuple(Arrived(f"u{i}{w}", w, tokens=100, steps=10) for i, w in enumerate(workers))
 
 
-def one_block(current: RoundState, *leases: Lease, seen: float = 100.0, **block: object) -> RunState:
+def one_block(
+    current: RoundState, *leases: Lease, seen: float = 100.0, **block: object
+) -> RunState:
     names = {x.worker for x in leases} | {u.worker for u in current.updates}
     return RunState(
         blocks={1: replace(BlockState(), round=current, **block)},  # type: ignore[arg-type]
@@ -65,12 +88,60 @@ ROUND_TABLE = [
     ("idle", DEFAULT, RoundState(), [], 50, None, "waits for its first worker"),
     ("running", DEFAULT, CLOCK, [lease()], 50, None, "0 of 1 replicas and 50.0 s"),
     ("all seen", DEFAULT, replace(CLOCK, updates=came("a", "b")), [], 50, Close, "all 2 replicas"),
-    ("one still works", DEFAULT, replace(CLOCK, updates=came("a")), [lease(2, "b")], 50, None, "1 of 2 replicas"),
-    ("same worker twice", DEFAULT, replace(CLOCK, updates=came("a", "a")), [lease(2, "b")], 50, None, "1 of 2 replicas"),
-    ("target", Options(target_replicas=1), replace(CLOCK, updates=came("a")), [lease(2, "b")], 50, Close, "all 1 replicas"),
-    ("target below minimum", Options(target_replicas=1, min_replicas=2), replace(CLOCK, updates=came("a")), [], 50, None, "1 of 2"),
-    ("quorum at deadline", Options(target_replicas=3), replace(CLOCK, updates=came("a")), [], 100, Close, "at its deadline with 1"),
-    ("before deadline", Options(target_replicas=3), replace(CLOCK, updates=came("a")), [], 99.9, None, "1 of 3"),
+    (
+        "one still works",
+        DEFAULT,
+        replace(CLOCK, updates=came("a")),
+        [lease(2, "b")],
+        50,
+        None,
+        "1 of 2 replicas",
+    ),
+    (
+        "same worker twice",
+        DEFAULT,
+        replace(CLOCK, updates=came("a", "a")),
+        [lease(2, "b")],
+        50,
+        None,
+        "1 of 2 replicas",
+    ),
+    (
+        "target",
+        Options(target_replicas=1),
+        replace(CLOCK, updates=came("a")),
+        [lease(2, "b")],
+        50,
+        Close,
+        "all 1 replicas",
+    ),
+    (
+        "target below minimum",
+        Options(target_replicas=1, min_replicas=2),
+        replace(CLOCK, updates=came("a")),
+        [],
+        50,
+        None,
+        "1 of 2",
+    ),
+    (
+        "quorum at deadline",
+        Options(target_replicas=3),
+        replace(CLOCK, updates=came("a")),
+        [],
+        100,
+        Close,
+        "at its deadline with 1",
+    ),
+    (
+        "before deadline",
+        Options(target_replicas=3),
+        replace(CLOCK, updates=came("a")),
+        [],
+        99.9,
+        None,
+        "1 of 3",
+    ),
     (
         "nearly finished",
         DEFAULT,
@@ -80,9 +151,33 @@ ROUND_TABLE = [
         Grace,
         "6.0 s more for b",
     ),
-    ("far from finished", DEFAULT, replace(CLOCK, updates=came("a")), [lease(2, "b", done_steps=2)], 100, Close, "nobody else is nearly"),
-    ("uploading", DEFAULT, replace(CLOCK, updates=came("a")), [lease(2, "b", trained=True)], 100, Grace, "for b"),
-    ("in grace", DEFAULT, replace(CLOCK, updates=came("a"), grace_until=106.0), [lease(2, "b", trained=True)], 103, None, "3.0 s left"),
+    (
+        "far from finished",
+        DEFAULT,
+        replace(CLOCK, updates=came("a")),
+        [lease(2, "b", done_steps=2)],
+        100,
+        Close,
+        "nobody else is nearly",
+    ),
+    (
+        "uploading",
+        DEFAULT,
+        replace(CLOCK, updates=came("a")),
+        [lease(2, "b", trained=True)],
+        100,
+        Grace,
+        "for b",
+    ),
+    (
+        "in grace",
+        DEFAULT,
+        replace(CLOCK, updates=came("a"), grace_until=106.0),
+        [lease(2, "b", trained=True)],
+        103,
+        None,
+        "3.0 s left",
+    ),
     (
         "grace over",
         DEFAULT,
@@ -92,9 +187,33 @@ ROUND_TABLE = [
         Close,
         "grace window is over",
     ),
-    ("no grace", Options(grace=0.0), replace(CLOCK, updates=came("a")), [lease(2, "b", trained=True)], 100, Close, "grace window is over"),
-    ("extended", DEFAULT, CLOCK, [lease()], 100, Extend, "extended once by 60.0 s: 0 of at least 1"),
-    ("in extension", DEFAULT, replace(CLOCK, deadline=160.0, extended=True), [lease()], 120, None, "0 of 1"),
+    (
+        "no grace",
+        Options(grace=0.0),
+        replace(CLOCK, updates=came("a")),
+        [lease(2, "b", trained=True)],
+        100,
+        Close,
+        "grace window is over",
+    ),
+    (
+        "extended",
+        DEFAULT,
+        CLOCK,
+        [lease()],
+        100,
+        Extend,
+        "extended once by 60.0 s: 0 of at least 1",
+    ),
+    (
+        "in extension",
+        DEFAULT,
+        replace(CLOCK, deadline=160.0, extended=True),
+        [lease()],
+        120,
+        None,
+        "0 of 1",
+    ),
     (
         "quorum in extension",
         Options(target_replicas=2),
@@ -104,7 +223,15 @@ ROUND_TABLE = [
         Close,
         "1 replicas",
     ),
-    ("empty", DEFAULT, replace(CLOCK, deadline=160.0, extended=True), [lease()], 160, CloseEmpty, "opens again with 120.0 s"),
+    (
+        "empty",
+        DEFAULT,
+        replace(CLOCK, deadline=160.0, extended=True),
+        [lease()],
+        160,
+        CloseEmpty,
+        "opens again with 120.0 s",
+    ),
     (
         "below quorum",
         Options(min_replicas=2),
@@ -114,13 +241,31 @@ ROUND_TABLE = [
         CloseEmpty,
         "1 of at least 2",
     ),
-    ("clock lost", Options(target_replicas=2), replace(RoundState(), updates=came("a")), [], 50, Close, "nobody is working"),
+    (
+        "clock lost",
+        Options(target_replicas=2),
+        replace(RoundState(), updates=came("a")),
+        [],
+        50,
+        Close,
+        "nobody is working",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "current", "leases", "now", "kind", "words"), ROUND_TABLE, ids=[row[0] for row in ROUND_TABLE])
+@pytest.mark.parametrize(
+    ("name", "options", "current", "leases", "now", "kind", "words"),
+    ROUND_TABLE,
+    ids=[row[0] for row in ROUND_TABLE],
+)
 def test_round_closes_when_it_should(
-    name: str, options: Options, current: RoundState, leases: list[Lease], now: float, kind: type | None, words: str
+    name: str,
+    options: Options,
+    current: RoundState,
+    leases: list[Lease],
+    now: float,
+    kind: type | None,
+    words: str,
 ) -> None:
     action, reason = decide_round(now, one_block(current, *leases), options, 1)
     assert (type(action) if action else None) is kind, reason
@@ -132,7 +277,9 @@ def test_round_closes_when_it_should(
 def test_a_dead_worker_is_not_waited_for() -> None:
     state = one_block(replace(CLOCK, updates=came("a")), lease(2, "b"))
     state = with_worker(state, replace(state.workers["b"], seen=0.0))
-    assert decide_round(61.0, state, DEFAULT, 1)[0] == Close(1, 0, ("u0a",), "round 0 of block 1 closes: all 1 replicas are here")
+    assert decide_round(61.0, state, DEFAULT, 1)[0] == Close(
+        1, 0, ("u0a",), "round 0 of block 1 closes: all 1 replicas are here"
+    )
 
 
 def test_the_first_timed_task_ends_the_guess_of_the_first_deadline() -> None:
@@ -140,9 +287,13 @@ def test_the_first_timed_task_ends_the_guess_of_the_first_deadline() -> None:
     assert deadline_after(10.0, state.blocks[1], DEFAULT, 4.0) == 22.0
     state = arrived(state, 1, came("a")[0], 22.0, 4.0)
     assert decide_round(21.0, state, DEFAULT, 1)[0] is None
-    assert isinstance(decide_round(22.0, state, DEFAULT, 1)[0], Close), "the slow one is not waited for, and will be late"
+    assert isinstance(decide_round(22.0, state, DEFAULT, 1)[0], Close), (
+        "the slow one is not waited for, and will be late"
+    )
     timed = replace(state.blocks[1], task_seconds=(4.0, 4.0))
-    assert deadline_after(10.0, timed, DEFAULT, 1.0) == 70.0, "later rounds keep the length that they began with"
+    assert deadline_after(10.0, timed, DEFAULT, 1.0) == 70.0, (
+        "later rounds keep the length that they began with"
+    )
 
 
 def test_extension_then_empty_then_longer() -> None:
@@ -159,7 +310,15 @@ def test_extension_then_empty_then_longer() -> None:
         state = apply(state, action)
         lengths.append(action.length)
         assert state.blocks[1].round.deadline is None
-        state = replace(state, blocks={1: replace(state.blocks[1], round=replace(state.blocks[1].round, deadline=now + action.length))})
+        state = replace(
+            state,
+            blocks={
+                1: replace(
+                    state.blocks[1],
+                    round=replace(state.blocks[1].round, deadline=now + action.length),
+                )
+            },
+        )
         now += action.length
     assert lengths == [120.0, 240.0, 480.0]
     assert state.blocks[1].round.attempt == 3
@@ -178,7 +337,12 @@ def test_leases_expire_and_are_given_again_with_a_higher_fence() -> None:
     state = with_worker(apply(state, actions[0]), WorkerState("b", 1, 90.0, 1.0))
     again = assign(90.0, state, DEFAULT, "b")
     assert isinstance(again, Grant)
-    assert (again.lease.task, again.lease.number, again.lease.fence, again.lease.worker) == (1, 0, 2, "b")
+    assert (again.lease.task, again.lease.number, again.lease.fence, again.lease.worker) == (
+        1,
+        0,
+        2,
+        "b",
+    )
     assert "again, after the lease of a" in again.reason
     assert granted(state, again).blocks[1].next_number == 1
 
@@ -212,9 +376,23 @@ ADMIT_TABLE = [
     ("staleness 5", 5, lease(), submission(), 50, (False, "too_stale", 5, 0.0)),
     ("expired, not given again", 0, lease(expired=True), submission(), 250, (True, "late", 0, 1.0)),
     ("past its time", 0, lease(), submission(), 250, (True, "late", 0, 1.0)),
-    ("given to another", 0, lease(worker="b", fence=2), submission(), 250, (False, "stale_fence", 0, 0.0)),
+    (
+        "given to another",
+        0,
+        lease(worker="b", fence=2),
+        submission(),
+        250,
+        (False, "stale_fence", 0, 0.0),
+    ),
     ("future fence", 0, lease(), submission(fence=2), 50, (False, "not_your_task", 0, 0.0)),
-    ("someone else's task", 0, lease(worker="b"), submission(), 50, (False, "not_your_task", 0, 0.0)),
+    (
+        "someone else's task",
+        0,
+        lease(worker="b"),
+        submission(),
+        50,
+        (False, "not_your_task", 0, 0.0),
+    ),
     ("unknown task", 0, lease(), submission(task=7), 50, (False, "unknown_task", 0, 0.0)),
     ("forgotten and old", 9, lease(), submission(task=7), 50, (False, "too_stale", 9, 0.0)),
     ("wrong base", 2, lease(base=1), submission(base=2), 50, (False, "wrong_base", 0, 0.0)),
@@ -224,18 +402,37 @@ ADMIT_TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "version", "out", "sent", "now", "expected"), ADMIT_TABLE, ids=[row[0] for row in ADMIT_TABLE])
-def test_admission(name: str, version: int, out: Lease, sent: Submission, now: float, expected: tuple[bool, str, int, float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "version", "out", "sent", "now", "expected"),
+    ADMIT_TABLE,
+    ids=[row[0] for row in ADMIT_TABLE],
+)
+def test_admission(
+    name: str,
+    version: int,
+    out: Lease,
+    sent: Submission,
+    now: float,
+    expected: tuple[bool, str, int, float],
+) -> None:
     verdict = admit(now, one_block(CLOCK, out, version=version), DEFAULT, sent)
-    assert (verdict.accepted, verdict.code, verdict.staleness, verdict.weight) == expected, verdict.reason
+    assert (verdict.accepted, verdict.code, verdict.staleness, verdict.weight) == expected, (
+        verdict.reason
+    )
     assert verdict.reason
 
 
 def test_admission_after_budget_kick_and_with_fixed_steps() -> None:
     state = one_block(CLOCK, lease(), version=3)
     assert admit(1.0, state, Options(budget_rounds=3), submission()).code == "block_finished"
-    assert admit(1.0, with_worker(state, WorkerState("a", kicked=True)), DEFAULT, submission()).code == "kicked"
-    assert admit(1.0, one_block(CLOCK, lease()), Options.exact(10, 100), submission(steps=9)).code == "wrong_steps"
+    assert (
+        admit(1.0, with_worker(state, WorkerState("a", kicked=True)), DEFAULT, submission()).code
+        == "kicked"
+    )
+    assert (
+        admit(1.0, one_block(CLOCK, lease()), Options.exact(10, 100), submission(steps=9)).code
+        == "wrong_steps"
+    )
 
 
 def test_staleness_weight_never_rises() -> None:
@@ -254,18 +451,28 @@ def workers(*homes: int | None) -> dict[str, WorkerState]:
 
 def test_nobody_works_after_the_end() -> None:
     done = RunState(blocks=blocks(2, 2), workers=workers(1))
-    assert assign(0.0, done, Options(budget_rounds=2), "w0") == Stop("the run is finished: every block has spent its budget")
+    assert assign(0.0, done, Options(budget_rounds=2), "w0") == Stop(
+        "the run is finished: every block has spent its budget"
+    )
     assert isinstance(assign(0.0, replace(done, stopping=True), DEFAULT, "w0"), Stop)
     assert isinstance(assign(0.0, done, DEFAULT, "stranger"), Stop)
-    assert isinstance(assign(0.0, with_worker(done, WorkerState("w0", kicked=True)), DEFAULT, "w0"), Stop)
+    assert isinstance(
+        assign(0.0, with_worker(done, WorkerState("w0", kicked=True)), DEFAULT, "w0"), Stop
+    )
     (action,), reason = decide(0.0, done, Options(budget_rounds=2))
     assert isinstance(action, Finish) and action.reason == reason
 
 
 def test_tokens_are_shared_by_the_blocks() -> None:
     options = Options(budget_tokens=200)
-    assert finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=99)}), options) is None
-    assert finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=100)}), options) is not None
+    assert (
+        finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=99)}), options)
+        is None
+    )
+    assert (
+        finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=100)}), options)
+        is not None
+    )
 
 
 def test_coordinated_stop_waits_for_tasks_merges_and_ends() -> None:
@@ -281,10 +488,19 @@ def test_coordinated_stop_waits_for_tasks_merges_and_ends() -> None:
 
 def test_advance_and_forget() -> None:
     updates = (Arrived("x", "a", 300, 30), Arrived("y", "b", 100, 10), Arrived("z", "c", 999, 99))
-    block = BlockState(version=6, steps=5, tokens=7, round=RoundState(deadline=1.0, updates=updates))
+    block = BlockState(
+        version=6, steps=5, tokens=7, round=RoundState(deadline=1.0, updates=updates)
+    )
     new = advanced(block, frozenset({"x", "y"}), 1.25)
     assert (new.version, new.steps, new.tokens, new.loss) == (7, 5 + 25, 407, 1.25)
-    state = RunState(blocks={1: block}, leases={1: lease(base=2, expired=True), 2: lease(2, base=3, expired=True), 3: lease(3, base=2)})
+    state = RunState(
+        blocks={1: block},
+        leases={
+            1: lease(base=2, expired=True),
+            2: lease(2, base=3, expired=True),
+            3: lease(3, base=2),
+        },
+    )
     after = published(state, 1, new, 4)
     assert set(after.leases) == {2, 3} and after.blocks[1].round == RoundState()
 
@@ -296,14 +512,18 @@ def test_leaving_frees_the_tasks() -> None:
 
 def test_stored_time_is_remaining_time() -> None:
     assert remaining(90.0, 100.0) == 10.0 and until(5.0, remaining(90.0, 100.0)) == 15.0
-    assert remaining(110.0, 100.0) == 0.0 and remaining(1.0, None) is None and until(1.0, None) is None
+    assert (
+        remaining(110.0, 100.0) == 0.0 and remaining(1.0, None) is None and until(1.0, None) is None
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
     """Workers of unequal speed join, die and come back; time is a number. Every block reaches its budget, no task counts twice."""
     draw = random.Random(seed)
-    options = Options(budget_rounds=6, task_seconds=10.0, alive=15.0, min_replicas=draw.choice([1, 2]))
+    options = Options(
+        budget_rounds=6, task_seconds=10.0, alive=15.0, min_replicas=draw.choice([1, 2])
+    )
     state = RunState(blocks=blocks(0, 0, 0, fusion=True))
     speeds = {f"w{i}": draw.choice([0.05, 0.3, 1.0, 4.0]) for i in range(5)}
     counted: list[int] = []
@@ -317,7 +537,12 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
                 if isinstance(action, Close):
                     block = state.blocks[action.block]
                     assert block.round.replicas >= options.min_replicas
-                    state = published(state, action.block, advanced(block, frozenset(action.updates), None), options.max_staleness)
+                    state = published(
+                        state,
+                        action.block,
+                        advanced(block, frozenset(action.updates), None),
+                        options.max_staleness,
+                    )
                 else:
                     state = apply(state, action)
             if not any(isinstance(a, Close) for a in actions):
@@ -327,16 +552,34 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
         name = draw.choice(sorted(speeds))
         if draw.random() < 0.02:
             continue  # dead for now
-        state = with_worker(state, replace(state.workers.get(name, WorkerState(name)), seen=now, seconds_per_step=speeds[name]))
-        for out in [x for x in state.leases.values() if x.worker == name and now >= x.granted + x.steps * speeds[name]]:
-            verdict = admit(now, state, options, Submission(name, out.task, out.fence, out.block, out.base, out.steps))
+        state = with_worker(
+            state,
+            replace(
+                state.workers.get(name, WorkerState(name)), seen=now, seconds_per_step=speeds[name]
+            ),
+        )
+        for out in [
+            x
+            for x in state.leases.values()
+            if x.worker == name and now >= x.granted + x.steps * speeds[name]
+        ]:
+            verdict = admit(
+                now,
+                state,
+                options,
+                Submission(name, out.task, out.fence, out.block, out.base, out.steps),
+            )
             if verdict.accepted:
                 counted.append(out.task)
-                update = Arrived(f"{out.task}", name, out.steps, out.steps, verdict.staleness, verdict.weight)
+                update = Arrived(
+                    f"{out.task}", name, out.steps, out.steps, verdict.staleness, verdict.weight
+                )
                 state = arrived(state, out.task, update, now + 60.0, now - out.granted)
             else:
                 assert verdict.code in ("too_stale", "block_finished"), verdict
-                state = replace(state, leases={t: x for t, x in state.leases.items() if t != out.task})
+                state = replace(
+                    state, leases={t: x for t, x in state.leases.items() if t != out.task}
+                )
         answer = assign(now, state, options, name)
         assert answer.reason
         if isinstance(answer, Grant) and draw.random() < 0.9:

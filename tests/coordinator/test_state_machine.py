@@ -24,7 +24,14 @@ from blocktrain.web.client import LocalClient
 from support.coordination_world import Clock, FakeWorker, begin, crash
 
 WORKERS = st.integers(0, 2)
-FAIR = {Code.STALE_FENCE, Code.TOO_STALE, Code.TASK_ANSWERED, Code.BLOCK_FINISHED, Code.UNKNOWN_TASK, Code.LEASE_EXPIRED}
+FAIR = {
+    Code.STALE_FENCE,
+    Code.TOO_STALE,
+    Code.TASK_ANSWERED,
+    Code.BLOCK_FINISHED,
+    Code.UNKNOWN_TASK,
+    Code.LEASE_EXPIRED,
+}
 
 
 @dataclass
@@ -45,11 +52,24 @@ class Machine(RuleBasedStateMachine):
     @initialize(replicas=st.sampled_from([None, 1, 2]), staleness=st.sampled_from([0, 1, 4]))
     def begin(self, replicas: int | None, staleness: int) -> None:
         memory = Path("/dev/shm")  # nobody pulls the plug here
-        self.folder = Path(tempfile.mkdtemp(prefix="blocktrain-machine-", dir=memory if memory.is_dir() else None))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="blocktrain-machine-", dir=memory if memory.is_dir() else None)
+        )
         self.clock = Clock()
-        self.coordinator = begin(self.folder / "run", self.clock, replicas=replicas, max_staleness=staleness, chunk_bytes=1 << 16)
+        self.coordinator = begin(
+            self.folder / "run",
+            self.clock,
+            replicas=replicas,
+            max_staleness=staleness,
+            chunk_bytes=1 << 16,
+        )
         run = self.coordinator.live.run
-        self.people = [FakeWorker(LocalClient(self.coordinator), seed, run.run, run.coordinator, run.fingerprint) for seed in (1, 2, 3)]
+        self.people = [
+            FakeWorker(
+                LocalClient(self.coordinator), seed, run.run, run.coordinator, run.fingerprint
+            )
+            for seed in (1, 2, 3)
+        ]
         self.open: dict[int, Work] = {}  # by worker: what it is at
         self.works: list[Work] = []
         self.fences: dict[int, int] = defaultdict(int)
@@ -210,7 +230,12 @@ class Machine(RuleBasedStateMachine):
         assert len({body["task"] for body in told.values()}) == len(told), "a task counts once"
         versions = [body for body in self.seen if body["kind"] == "version"]
         merged = [name for body in versions for name in (*body["applied"], *body["dropped"])]
-        dropped = [name for body in self.seen if body["kind"] == "round" for name in body.get("dropped", ())]
+        dropped = [
+            name
+            for body in self.seen
+            if body["kind"] == "round"
+            for name in body.get("dropped", ())
+        ]
         pending = [u.id for block in (1, 2) for u in store.pending(block)]
         assert sorted([*merged, *dropped, *pending]) == sorted(told)
         for work in self.works:
@@ -230,7 +255,9 @@ class Machine(RuleBasedStateMachine):
 
     def _versions_are_consecutive(self) -> None:
         for block in (1, 2):
-            made = [body for body in self.seen if body["kind"] == "version" and body["block"] == block]
+            made = [
+                body for body in self.seen if body["kind"] == "version" and body["block"] == block
+            ]
             assert [body["version"] for body in made] == list(range(len(made)))
             for parent, child in pairwise(made):
                 assert child["parent"] == parent["weights"]["sha256"]
@@ -262,7 +289,9 @@ class Machine(RuleBasedStateMachine):
                 mine.trained,
             )
         for index, block in stored.blocks.items():
-            assert {u.id for u in block.round.updates} == {u.id for u in live.state.blocks[index].round.updates}
+            assert {u.id for u in block.round.updates} == {
+                u.id for u in live.state.blocks[index].round.updates
+            }
             assert (block.version, block.steps, block.tokens) == tuple(
                 getattr(live.state.blocks[index], name) for name in ("version", "steps", "tokens")
             )
@@ -271,6 +300,11 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    max_examples=10, stateful_step_count=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=10,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 TestEveryOrderOfEvents = Machine.TestCase

@@ -23,7 +23,17 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
-from support.coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, beginning, crash, snapshot, whole_ledger
+from support.coordination_world import (
+    OPERATOR,
+    TOKEN,
+    Clock,
+    FakeWorker,
+    as_task,
+    beginning,
+    crash,
+    snapshot,
+    whole_ledger,
+)
 from support.waiting import PATIENCE, until
 
 HOUR = 3600.0
@@ -57,7 +67,9 @@ def test_an_upload_that_ends_early_never_counts(tmp_path: Path, tenths: int) -> 
             assert snapshot(coordinator) == before, "nothing is made of it while its lease lasts"
         clock.now += task.lease_seconds
         coordinator.tick()
-        assert [(e["task"], e["fence"]) for e in kinds(coordinator, "expire")] == [(task.task, task.fence)]
+        assert [(e["task"], e["fence"]) for e in kinds(coordinator, "expire")] == [
+            (task.task, task.fence)
+        ]
         assert snapshot(coordinator).blobs == before.blobs and kinds(coordinator, "update") == []
 
         taken = other.joined()
@@ -89,7 +101,9 @@ def test_a_submission_without_all_chunks_is_refused(tmp_path: Path) -> None:
 
 
 @contextmanager
-def listening(folder: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any) -> Iterator[tuple[Coordinator, http_api.Door, str]]:
+def listening(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any
+) -> Iterator[tuple[Coordinator, http_api.Door, str]]:
     """A coordinator behind HTTP, and the door through which all come in."""
     doors: list[http_api.Door] = []
 
@@ -99,7 +113,10 @@ def listening(folder: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any) -> I
 
     made = http_api.Door
     monkeypatch.setattr(http_api, "Door", door)
-    with beginning(folder, **policy) as coordinator, running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url:
+    with (
+        beginning(folder, **policy) as coordinator,
+        running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
+    ):
         yield coordinator, doors[0], url
 
 
@@ -122,7 +139,9 @@ class Crowd:
     def add(self, count: int, source: str, head: bytes, rest: bytes) -> None:
         """More of them, from one address: the head at once, the rest in drops."""
         for _ in range(count):
-            line = socket.create_connection(self.target, timeout=PATIENCE, source_address=(source, 0))
+            line = socket.create_connection(
+                self.target, timeout=PATIENCE, source_address=(source, 0)
+            )
             with suppress(ConnectionError):  # a busy machine: it was hung up on already
                 line.sendall(head)
             line.setblocking(False)
@@ -172,22 +191,35 @@ def three_hundred(target: Address) -> Crowd:
     return crowd
 
 
-def test_three_hundred_who_trickle_do_not_stop_the_honest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "MAX_SERVED", 32)  # bodies that are still on their way take none of these places
+def test_three_hundred_who_trickle_do_not_stop_the_honest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        http_api, "MAX_SERVED", 32
+    )  # bodies that are still on their way take none of these places
     monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
     monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
     with listening(tmp_path, monkeypatch) as (coordinator, door, url):
         refusals = coordinator.live.recall.refusals
-        with three_hundred(address_of(url)) as crowd, closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client:
+        with (
+            three_hundred(address_of(url)) as crowd,
+            closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client,
+        ):
             until(lambda: crowd.closed == 22 and door.moving.total() == 128, "a full house")
-            assert dict(door.moving) == {"127.0.0.3": 64, "127.0.0.4": 64}, "nobody takes more than one address may"
+            assert dict(door.moving) == {"127.0.0.3": 64, "127.0.0.4": 64}, (
+                "nobody takes more than one address may"
+            )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
             worker = FakeWorker(client)
             task = worker.joined()
             for _ in range(10):
                 task = as_task(worker.send(task).next)
-            assert len(worker.receipts) == 10 and all(receipt.accepted for receipt in worker.receipts)
-            assert len(crowd.lines) == 278 and door.moving.total() >= 128, "they were there all the time"
+            assert len(worker.receipts) == 10 and all(
+                receipt.accepted for receipt in worker.receipts
+            )
+            assert len(crowd.lines) == 278 and door.moving.total() >= 128, (
+                "they were there all the time"
+            )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
         until(lambda: not door.moving and not door.served, "room after they have gone")
 
@@ -201,20 +233,32 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(tmp_path: Path, monkey
         assert len(kinds(coordinator, "join")) == 1
 
 
-def test_bytes_after_an_answer_keep_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_after_an_answer_keep_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rest of a body that nobody wanted, and empty lines before a request that never comes. Neither needs a token."""
     with listening(tmp_path, monkeypatch) as (_, _, url):
         monkeypatch.setattr(web, "KEEP_ALIVE_SECONDS", 0.5)
         crowd = Crowd(address_of(url))
-        crowd.add(5, "127.0.0.2", b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n", b"x" * 59000)
+        crowd.add(
+            5,
+            "127.0.0.2",
+            b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 60000\r\n\r\n",
+            b"x" * 59000,
+        )
         crowd.add(5, "127.0.0.2", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n" * 30000)
         with crowd:
             until(lambda: crowd.closed == 10, "the end of the last of them")
         assert crowd.statuses == [200] * 10
 
 
-def test_headers_without_an_end_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening(tmp_path, monkeypatch) as (_, _, url), closing(socket.create_connection(address_of(url), timeout=PATIENCE)) as line:
+def test_headers_without_an_end_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        listening(tmp_path, monkeypatch) as (_, _, url),
+        closing(socket.create_connection(address_of(url), timeout=PATIENCE)) as line,
+    ):
         line.sendall(SLOW_HEAD)
         sent = 0
         with suppress(ConnectionError):
@@ -230,16 +274,22 @@ def is_served(url: str) -> bool:
         return client.status().state == "running"
 
 
-def test_those_who_do_not_read_are_counted_and_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_do_not_read_are_counted_and_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_api, "MAX_SERVED", 2)
     monkeypatch.setattr(http_api, "MAX_FROM_ONE", 3)
     with listening(tmp_path, monkeypatch) as (coordinator, door, url), ExitStack() as stack:
-        large = coordinator.live.store.blobs.put(bytes(1 << 24))  # more than the buffers of a line hold
+        large = coordinator.live.store.blobs.put(
+            bytes(1 << 24)
+        )  # more than the buffers of a line hold
         coordinator.live.recall.public[large] = 0
         request = f"GET /v1/blobs/{large} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 
         def reader() -> socket.socket:
-            line = stack.enter_context(closing(socket.create_connection(address_of(url), PATIENCE, ("127.0.0.2", 0))))
+            line = stack.enter_context(
+                closing(socket.create_connection(address_of(url), PATIENCE, ("127.0.0.2", 0)))
+            )
             line.sendall(request)
             assert line.recv(9) == b"HTTP/1.1 "
             return line
@@ -330,7 +380,14 @@ def watched(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """A coordinator in a process whose every file and connection is looked at: its address, and how to end it and hear what it did."""
     with (folder.parent / "errors").open("w+") as errors:
         command = [sys.executable, "-c", WATCHED, str(folder), TOKEN]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=folder,
+        )
         stdin, stdout = _pipes(process)
 
         def said() -> str:
@@ -358,7 +415,12 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
 
 UP = ["../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..%5c", "%252e%252e%252f", "....//", "..;/"]
 NAMES = [
-    *(up * depth + target for up in UP for depth in (1, 4, 12) for target in ("canary", "etc/passwd")),
+    *(
+        up * depth + target
+        for up in UP
+        for depth in (1, 4, 12)
+        for target in ("canary", "etc/passwd")
+    ),
     "/etc/passwd",
     "%2fetc%2fpasswd",
     "//etc/passwd",
@@ -394,11 +456,21 @@ def hostile(address: Address) -> int:
             answers += _refused(address, f"{method} {path}", "")
         header = name[:4000]
         answers += _refused(address, "GET /v1/uploads/1", f"{m.TICKET_HEADER}: {header}\r\n")
-        answers += _refused(address, "PUT /v1/uploads/1/0", f"{m.TICKET_HEADER}: {header}\r\n{m.DIGEST_HEADER}: {header}\r\n")
         answers += _refused(
-            address, f"GET /v1/blobs/{'0' * 64}", f"{m.WORKER_HEADER}: {header}\r\nHost: {header}\r\nX-Forwarded-For: {header}\r\n"
+            address,
+            "PUT /v1/uploads/1/0",
+            f"{m.TICKET_HEADER}: {header}\r\n{m.DIGEST_HEADER}: {header}\r\n",
         )
-    for target in ("http://127.0.0.1:1/v1/run/x", "http://169.254.169.254/latest/meta-data", "//127.0.0.1:1/x"):
+        answers += _refused(
+            address,
+            f"GET /v1/blobs/{'0' * 64}",
+            f"{m.WORKER_HEADER}: {header}\r\nHost: {header}\r\nX-Forwarded-For: {header}\r\n",
+        )
+    for target in (
+        "http://127.0.0.1:1/v1/run/x",
+        "http://169.254.169.254/latest/meta-data",
+        "//127.0.0.1:1/x",
+    ):
         answers += _refused(address, f"GET {target}", "")
     return answers
 
@@ -419,21 +491,35 @@ def test_the_coordinator_opens_nothing_else_and_dials_nobody(tmp_path: Path) -> 
     with beginning(folder):
         pass
     with watched(folder) as (url, end):
-        around = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if folder not in path.parents)
+        around = sorted(
+            path.relative_to(tmp_path) for path in tmp_path.rglob("*") if folder not in path.parents
+        )
         with closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client:
             workers = [FakeWorker(client, seed) for seed in (1, 2)]
             todo = [worker.joined() for worker in workers]
             for _ in range(3):
-                todo = [as_task(worker.send(task).next) for worker, task in zip(workers, todo, strict=True)]
+                todo = [
+                    as_task(worker.send(task).next)
+                    for worker, task in zip(workers, todo, strict=True)
+                ]
             for name in ("../../canary", "/etc/passwd", "http://127.0.0.1:1/"):
                 with pytest.raises(Refused):
-                    client.join(workers[0].join_message().model_copy(update={"name": name, "device": name}))
-            assert hostile(address_of(url)) >= 8 * len(NAMES), "nearly all are answered; some are no HTTP at all"
-            assert all(worker.send(task).receipt.accepted for worker, task in zip(workers, todo, strict=True))
+                    client.join(
+                        workers[0].join_message().model_copy(update={"name": name, "device": name})
+                    )
+            assert hostile(address_of(url)) >= 8 * len(NAMES), (
+                "nearly all are answered; some are no HTTP at all"
+            )
+            assert all(
+                worker.send(task).receipt.accepted
+                for worker, task in zip(workers, todo, strict=True)
+            )
         report = end()
         assert report["found"] == []
         assert report["inside"] > 100, "the run folder itself was used, and watched"
-        assert around == sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if folder not in path.parents)
+        assert around == sorted(
+            path.relative_to(tmp_path) for path in tmp_path.rglob("*") if folder not in path.parents
+        )
 
 
 # 19: clocks
@@ -447,7 +533,9 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
         with beginning(tmp_path / name, clock=clock, replicas=2) as coordinator:
             workers = [FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3)]
             shown = now + int(skew * 1000)
-            todo = [as_task(worker.join(time=shown, speed=0.0).next) for worker in workers]  # of unknown speed: none waits for the others
+            todo = [
+                as_task(worker.join(time=shown, speed=0.0).next) for worker in workers
+            ]  # of unknown speed: none waits for the others
             story: list[Any] = []
             for _ in range(3):
                 for index, worker in enumerate(workers):
@@ -456,8 +544,23 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
                     reply = worker.send(task, time=shown)
                     assert reply.receipt.accepted
                     found = worker.ask(speed=0.0)
-                    story.append((task.task, task.fence, task.lease_seconds, task.deadline_seconds, reply.receipt.weight))
-                    story.append((reply.receipt.staleness, reply.receipt.sentence, type(reply.next), type(found)))
+                    story.append(
+                        (
+                            task.task,
+                            task.fence,
+                            task.lease_seconds,
+                            task.deadline_seconds,
+                            reply.receipt.weight,
+                        )
+                    )
+                    story.append(
+                        (
+                            reply.receipt.staleness,
+                            reply.receipt.sentence,
+                            type(reply.next),
+                            type(found),
+                        )
+                    )
                     todo[index] = as_task(found)
             state = coordinator.live.state
             stories.append((story, snapshot(coordinator).versions, state.blocks, state.leases))
@@ -466,7 +569,9 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
-def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
+def test_a_jump_of_the_wall_clock_changes_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
     clock = Clock()
     with beginning(tmp_path, clock=clock, replicas=3, max_staleness=0) as coordinator:
         first, second, third = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3))
@@ -481,7 +586,9 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, monkeypatc
         monkeypatch.setattr(time, "time", lambda: wall() + jump)
         kept = snapshot(coordinator)
         coordinator.tick()
-        assert coordinator.live.state == before and snapshot(coordinator) == kept, "nothing is over, nothing has more time"
+        assert coordinator.live.state == before and snapshot(coordinator) == kept, (
+            "nothing is over, nothing has more time"
+        )
         beat = third.beat(late)
         assert beat.go_on and (beat.lease_seconds, beat.deadline_seconds) == (40.0, 40.0)
         again = first.client.submit(first.submission(task, payload))
@@ -497,11 +604,15 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, monkeypatc
         clock.now += 30.0
         coordinator.tick()
         coordinator.tick()
-        assert coordinator.live.newest(task.block).version == 1, "the coordinator's own clock closes it"
+        assert coordinator.live.newest(task.block).version == 1, (
+            "the coordinator's own clock closes it"
+        )
 
 
 @pytest.mark.parametrize("ending", [Coordinator.close, crash])
-def test_deadlines_survive_a_restart_as_remaining_time(tmp_path: Path, ending: Callable[[Coordinator], None]) -> None:
+def test_deadlines_survive_a_restart_as_remaining_time(
+    tmp_path: Path, ending: Callable[[Coordinator], None]
+) -> None:
     """Of a machine too: its clock begins at 0 again. A coordinator that often restarts must not give a round its whole time anew."""
     clock = Clock(1e6)
     with ExitStack() as stack:
@@ -521,11 +632,19 @@ def test_deadlines_survive_a_restart_as_remaining_time(tmp_path: Path, ending: C
             coordinator = stack.enter_context(closing(open_coordinator(tmp_path, clock)))
             three.client = LocalClient(coordinator)
             beat = three.beat(other)
-            assert beat.go_on and beat.lease_seconds == beat.deadline_seconds == pytest.approx(60.0 - spent)
+            assert beat.go_on and beat.lease_seconds == beat.deadline_seconds == pytest.approx(
+                60.0 - spent
+            )
             assert coordinator.live.newest(task.block).version == 0
             (lease,) = (x for x in coordinator.live.state.leases.values() if x.task == other.task)
-            assert lease.granted == pytest.approx(-spent), "what it took so far is not forgotten either"
+            assert lease.granted == pytest.approx(-spent), (
+                "what it took so far is not forgotten either"
+            )
         clock.now += 30.0
         coordinator.tick()
-        assert [(e["worker"], e["task"]) for e in kinds(coordinator, "expire") if e["task"] == other.task] == [(three.id, other.task)]
+        assert [
+            (e["worker"], e["task"])
+            for e in kinds(coordinator, "expire")
+            if e["task"] == other.task
+        ] == [(three.id, other.task)]
         assert coordinator.live.newest(task.block).version == 1, "with what was there"

@@ -77,7 +77,14 @@ def heard(jobs: list[Job], slots: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_jobs_follow_those_they_wait_for_and_every_message_arrives() -> None:
-    messages = heard([Job("last", say, ("c",), after=("first", "second")), Job("first", say, ("a",)), Job("second", say, ("b",))], 2)
+    messages = heard(
+        [
+            Job("last", say, ("c",), after=("first", "second")),
+            Job("first", say, ("a",)),
+            Job("second", say, ("b",)),
+        ],
+        2,
+    )
     assert sorted((name, message["word"]) for name, message in messages) == [
         (n, w) for n, w in (("first", "a"), ("last", "c"), ("second", "b")) for _ in "12"
     ]
@@ -86,12 +93,22 @@ def test_jobs_follow_those_they_wait_for_and_every_message_arrives() -> None:
 
 
 def test_one_slot_runs_one_at_a_time() -> None:
-    assert [name for name, _ in heard([Job("a", say, ("",)), Job("b", say, ("",))], 1)] == ["a", "a", "b", "b"]
+    assert [name for name, _ in heard([Job("a", say, ("",)), Job("b", say, ("",))], 1)] == [
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
     ("work", "sentence"),
-    [(refuse, "^job: this makes no sense$"), (stumble, "(?s)Traceback.*a bug"), (exhaust, "smaller --batch"), (die, "job: .*killed")],
+    [
+        (refuse, "^job: this makes no sense$"),
+        (stumble, "(?s)Traceback.*a bug"),
+        (exhaust, "smaller --batch"),
+        (die, "job: .*killed"),
+    ],
 )
 def test_a_job_that_fails_is_told_by_name(work: Any, sentence: str) -> None:
     with pytest.raises(RunError, match=sentence):
@@ -101,7 +118,13 @@ def test_a_job_that_fails_is_told_by_name(work: Any, sentence: str) -> None:
 def test_when_one_fails_the_others_save_and_end(tmp_path: Path) -> None:
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     with pytest.raises(RunError, match="bad: no"):
-        heard([Job("good", touch_then_wait_and_save, (ready, saved)), Job("bad", fail_once_ready, (ready,))], 2)
+        heard(
+            [
+                Job("good", touch_then_wait_and_save, (ready, saved)),
+                Job("bad", fail_once_ready, (ready,)),
+            ],
+            2,
+        )
     assert saved.read_text() == "saved"
 
 
@@ -181,7 +204,10 @@ def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path]),
+        },
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "ready").exists():
@@ -211,5 +237,7 @@ def test_ctrl_c_while_a_job_still_imports_says_one_sentence(tmp_path: Path) -> N
 def test_an_orphan_saves_and_ends_by_itself(tmp_path: Path) -> None:
     process = start(tmp_path, "working")
     process.kill()
-    process.communicate(timeout=120)  # returns when the orphan, which holds the pipes too, has ended
+    process.communicate(
+        timeout=120
+    )  # returns when the orphan, which holds the pipes too, has ended
     assert (tmp_path / "saved").read_text() == "saved"

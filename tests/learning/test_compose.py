@@ -40,11 +40,24 @@ def write(model: Model, prompt: bytes, count: int, sampler: Sampler) -> bytes:
 
 
 def write_sweeps(model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int) -> bytes:
-    return bytes(sweep(model.scorer(), model.drafter(), prompt, count, model.config.context, sampler, sweeps, CPU))
+    return bytes(
+        sweep(
+            model.scorer(),
+            model.drafter(),
+            prompt,
+            count,
+            model.config.context,
+            sampler,
+            sweeps,
+            CPU,
+        )
+    )
 
 
 @given(st.integers(8, 200), st.integers(1, 2000))
-def test_the_window_is_a_pure_function_that_fits_and_restarts_at_half(context: int, known: int) -> None:
+def test_the_window_is_a_pure_function_that_fits_and_restarts_at_half(
+    context: int, known: int
+) -> None:
     start, half = window_start(known, context), context // 2
     assert 0 < known - start <= context
     assert start % half == 0
@@ -56,7 +69,9 @@ def test_the_window_is_a_pure_function_that_fits_and_restarts_at_half(context: i
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("length", [1, 7, CONTEXT, CONTEXT + 1, 50])
-def test_cached_generation_equals_every_window_recomputed_from_scratch(name: str, length: int) -> None:
+def test_cached_generation_equals_every_window_recomputed_from_scratch(
+    name: str, length: int
+) -> None:
     model, sampler = MODELS[name], Sampler(seed=3)
     text = list(PROMPT[:length])
     for _ in range(2 * CONTEXT + 3):
@@ -67,12 +82,16 @@ def test_cached_generation_equals_every_window_recomputed_from_scratch(name: str
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("length", "count"), [(1, 6), (3, 13), (10, 30), (CONTEXT, 4), (CONTEXT + 1, 20), (50, 20)])
+@pytest.mark.parametrize(
+    ("length", "count"), [(1, 6), (3, 13), (10, 30), (CONTEXT, 4), (CONTEXT + 1, 20), (50, 20)]
+)
 def test_enough_sweeps_equal_one_byte_at_a_time(name: str, length: int, count: int) -> None:
     sampler = Sampler(seed=4, temperature=0.9)
     expected = write(MODELS[name], PROMPT[:length], count, sampler)
     assert len(expected) == count
-    assert write_sweeps(MODELS[name], PROMPT[:length], count, sampler, sweeps=CONTEXT + 1) == expected
+    assert (
+        write_sweeps(MODELS[name], PROMPT[:length], count, sampler, sweeps=CONTEXT + 1) == expected
+    )
 
 
 def test_few_sweeps_fix_at_least_one_byte_each() -> None:
@@ -98,7 +117,11 @@ def test_a_trained_model_writes_the_same_text_in_both_ways(trained: Model) -> No
 
 def test_temperature_zero_takes_the_likeliest() -> None:
     logits = torch.randn(256, generator=torch.Generator().manual_seed(0))
-    assert {Sampler(seed, temperature=0).pick(logits, position) for seed in range(3) for position in range(3)} == {int(logits.argmax())}
+    assert {
+        Sampler(seed, temperature=0).pick(logits, position)
+        for seed in range(3)
+        for position in range(3)
+    } == {int(logits.argmax())}
 
 
 def test_picks_follow_the_softmax_at_a_temperature() -> None:
@@ -107,7 +130,9 @@ def test_picks_follow_the_softmax_at_a_temperature() -> None:
     count = 6000
     for temperature in (1.0, 0.5):
         sampler = Sampler(seed=9, temperature=temperature)
-        found = np.bincount([sampler.pick(logits, position) for position in range(count)], minlength=256)
+        found = np.bincount(
+            [sampler.pick(logits, position) for position in range(count)], minlength=256
+        )
         p = (logits.double() / temperature).softmax(-1).numpy()
         assert found[4:].sum() == 0
         assert np.all(np.abs(found[:4] - count * p[:4]) < 4 * np.sqrt(count * p[:4] * (1 - p[:4])))
@@ -150,7 +175,9 @@ def test_the_path_from_noise_is_the_same_in_chunks_and_has_a_step_per_block(mode
     path = euler_path(model, text, window_noise(7, PROMPT[:CONTEXT], 8)[None])
     assert len(path) == 3
     scorer = EulerScorer(model, 7)
-    found = torch.cat([scorer(text[:, :5], 0), scorer(text[:, 5:6], 5), scorer(text[:, 6:], 6)], dim=1)
+    found = torch.cat(
+        [scorer(text[:, :5], 0), scorer(text[:, 5:6], 5), scorer(text[:, 6:], 6)], dim=1
+    )
     assert torch.allclose(found, path[-1], atol=1e-4, rtol=1e-4)
     scorer(text[:, :3], 6)  # a wrong draft
     assert torch.allclose(scorer(text[:, 6:], 6), path[-1][:, 6:], atol=1e-4, rtol=1e-4)
@@ -158,7 +185,10 @@ def test_the_path_from_noise_is_the_same_in_chunks_and_has_a_step_per_block(mode
 
 @pytest.mark.parametrize("model", [EULER, PAPER], ids=["exact", "edm"])
 def test_the_paper_writes_text_past_its_context(model: Model) -> None:
-    written = [bytes(autoregressive(model.scorer(seed=2), PROMPT[:3], 25, CONTEXT, Sampler(seed=1), CPU)) for _ in range(2)]
+    written = [
+        bytes(autoregressive(model.scorer(seed=2), PROMPT[:3], 25, CONTEXT, Sampler(seed=1), CPU))
+        for _ in range(2)
+    ]
     assert written[0] == written[1]
     assert len(written[0]) == 25
 
@@ -169,8 +199,13 @@ def test_a_block_of_the_paper_cannot_draft() -> None:
 
 
 @pytest.mark.parametrize(("length", "count", "sweeps"), [(1, 4, 1), (5, 17, 2), (40, 13, 3)])
-def test_a_sweep_from_noise_writes_as_many_bytes_as_asked(length: int, count: int, sweeps: int) -> None:
-    written = [bytes(sweep_from_noise(TAIL, PROMPT[:length], count, Sampler(seed=1), sweeps)) for _ in range(2)]
+def test_a_sweep_from_noise_writes_as_many_bytes_as_asked(
+    length: int, count: int, sweeps: int
+) -> None:
+    written = [
+        bytes(sweep_from_noise(TAIL, PROMPT[:length], count, Sampler(seed=1), sweeps))
+        for _ in range(2)
+    ]
     assert len(written[0]) == count
     assert written[0] == written[1]
 

@@ -26,12 +26,18 @@ DENOISE = {"objective": "denoise", "compose": "euler"}
         ({"sigma_min": 10.0}, "sigma_min=10.0 must be below sigma_max=10.0"),
         ({"p_mean": -60.0}, "leave no noise between sigma_min and sigma_max"),
         ({"compose": "euler"}, "compose=euler needs objective=denoise"),
-        ({"compose": "pool", "objective": "denoise", "skip": "edm"}, "skip=edm only composes by euler"),
+        (
+            {"compose": "pool", "objective": "denoise", "skip": "edm"},
+            "skip=edm only composes by euler",
+        ),
         ({"blocks": 1}, "compose=fuse needs at least 2 blocks"),
         ({"objective": "denoise"}, "compose=fuse needs objective=next"),
         ({"tail": 8}, "tail needs objective=denoise"),
         ({**DENOISE, "tail": 128}, "tail=128 must be shorter than context=128"),
-        ({**DENOISE, "tail": 8, "tail_sigma_min": 11.0}, "tail_sigma_min=11.0 must be below sigma_max=10.0"),
+        (
+            {**DENOISE, "tail": 8, "tail_sigma_min": 11.0},
+            "tail_sigma_min=11.0 must be below sigma_max=10.0",
+        ),
     ],
 )
 def test_settings_that_do_not_agree(settings: dict[str, Any], sentence: str) -> None:
@@ -75,7 +81,10 @@ def test_a_setting_that_makes_no_sense_is_named_with_its_value(settings: dict[st
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'widht'; known settings: data, reference, blocks, .*width"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown setting 'widht'; known settings: data, reference, blocks, .*width",
+    ):
         make_config({"widht": 3})
 
 
@@ -91,7 +100,12 @@ def test_a_suggested_number_of_heads_is_accepted() -> None:
                 make_config({"width": width, "heads": heads})
             except ConfigError as error:
                 tried = str(error).rpartition("try ")[2].replace(" with", "").split()
-                make_config({"width": width, **{name: int(value) for name, value in (pair.split("=") for pair in tried)}})
+                make_config(
+                    {
+                        "width": width,
+                        **{name: int(value) for name, value in (pair.split("=") for pair in tried)},
+                    }
+                )
 
 
 def test_settings_cannot_be_changed_in_place() -> None:
@@ -141,7 +155,9 @@ def test_toml_there_and_back(settings: dict[str, Any]) -> None:
 
 def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
     config = make_config({"objective": "denoise", "compose": "euler", "tail": 2})
-    assert config.fingerprint == make_config(dict(reversed(config.model_dump().items()))).fingerprint
+    assert (
+        config.fingerprint == make_config(dict(reversed(config.model_dump().items()))).fingerprint
+    )
     assert len(config.fingerprint) == 64
     assert Config(sigma_min=1).fingerprint == Config(sigma_min=1.0).fingerprint
     changes: dict[str, Any] = {
@@ -152,10 +168,18 @@ def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
         "fusion_schedule": "cosine",
         "data_order": "shared",
     }
-    changes |= {"device": "auto", "dtype": "bfloat16", "heads": 2, "optimizer": "muon", "fusion_optimizer": "adamw"}
+    changes |= {
+        "device": "auto",
+        "dtype": "bfloat16",
+        "heads": 2,
+        "optimizer": "muon",
+        "fusion_optimizer": "adamw",
+    }
     seen = {config.fingerprint}
     for name, value in config.model_dump().items():
-        other: dict[str, Any] = {name: changes[name] if name in changes else value * 2 if value else 1}
+        other: dict[str, Any] = {
+            name: changes[name] if name in changes else value * 2 if value else 1
+        }
         if name in ("objective",):
             other |= {"compose": "pool", "tail": 0}
         seen.add(config.replace(**other).fingerprint)

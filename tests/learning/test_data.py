@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import CorpusError
-from blocktrain.learning.data import Corpus, Source, batch, batch_offsets, open_corpus, rows_without_overlap
+from blocktrain.learning.data import (
+    Corpus,
+    Source,
+    batch,
+    batch_offsets,
+    open_corpus,
+    rows_without_overlap,
+)
 from blocktrain.learning.train import Trainer
 from conftest import tiny_config
 
@@ -37,7 +44,9 @@ def test_a_file_is_split_at_a_line_and_mapped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "text.txt"], "a file is read in place"
 
 
-@pytest.mark.parametrize("text", [b"x" * 10000, b"x" * 9999 + b"\n", b"x" * 9990 + b"\n" + b"x" * 9])
+@pytest.mark.parametrize(
+    "text", [b"x" * 10000, b"x" * 9999 + b"\n", b"x" * 9990 + b"\n" + b"x" * 9]
+)
 def test_a_file_without_lines_is_split_all_the_same(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "text.txt").write_bytes(text)
     assert len(open_corpus(str(tmp_path / "text.txt"), None, tmp_path).valid) == 500
@@ -57,7 +66,10 @@ def test_a_folder_of_texts_is_gathered_once_and_again_when_it_changes(tmp_path: 
     (folder / "deep" / "b.py").write_bytes(b"b" * 6000 + b"\n")
     (folder / "image.png").write_bytes(b"\x00" * 6000)
     corpus = open_corpus(str(folder), None, cache)
-    assert b"".join(parts(corpus)) == (folder / "a.txt").read_bytes() + (folder / "deep" / "b.py").read_bytes()
+    assert (
+        b"".join(parts(corpus))
+        == (folder / "a.txt").read_bytes() + (folder / "deep" / "b.py").read_bytes()
+    )
     assert isinstance(corpus.train, np.memmap)
     gathered = list((cache / "corpora").iterdir())
     open_corpus(str(folder), None, cache)
@@ -72,7 +84,12 @@ def test_a_folder_is_read_without_what_is_hidden_and_what_trainings_leave(tmp_pa
     run = tmp_path / "runs" / "001-notes"
     (run / "model").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
-    for path in (run / "config.toml", run / "result.json", run / "model" / "README.md", tmp_path / ".git" / "description.txt"):
+    for path in (
+        run / "config.toml",
+        run / "result.json",
+        run / "model" / "README.md",
+        tmp_path / ".git" / "description.txt",
+    ):
         path.write_text("another text\n" * 1000)
     assert open_corpus(str(tmp_path), None, tmp_path / "cache").hashes == before
 
@@ -101,12 +118,19 @@ def test_wikitext_that_is_nowhere_names_both_ways_to_get_it(name: str, tmp_path:
     with pytest.raises(CorpusError) as refused:
         open_corpus(name, tmp_path, tmp_path)
     said = str(refused.value)
-    assert name in said and "BLOCKTRAIN_DATA" in said and "Hugging Face" in said and "train.txt" in said
+    assert (
+        name in said
+        and "BLOCKTRAIN_DATA" in said
+        and "Hugging Face" in said
+        and "train.txt" in said
+    )
     assert not list(tmp_path.rglob("*.txt"))
 
 
 def test_what_is_no_corpus_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="neither a file, nor a folder, nor one of stdlib, wikitext2"):
+    with pytest.raises(
+        CorpusError, match="neither a file, nor a folder, nor one of stdlib, wikitext2"
+    ):
         open_corpus(str(tmp_path / "nowhere"), None, tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(CorpusError, match="is empty"):
@@ -127,8 +151,16 @@ def test_a_corpus_that_cannot_fill_a_context_is_refused(tmp_path: Path) -> None:
         corpus.require(1000)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 256), st.integers(0, 2**31), st.integers(1, 40), st.integers(0, 100))
-def test_a_batch_is_a_pure_function_of_seed_stream_and_step(seed: int, stream: int, step: int, context: int, extra: int) -> None:
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 256),
+    st.integers(0, 2**31),
+    st.integers(1, 40),
+    st.integers(0, 100),
+)
+def test_a_batch_is_a_pure_function_of_seed_stream_and_step(
+    seed: int, stream: int, step: int, context: int, extra: int
+) -> None:
     text = np.arange(context + 1 + extra, dtype=np.uint8)
     key = {"seed": seed, "stream": stream, "step": step, "batch": 5, "context": context}
     found = batch(text, **key)
@@ -141,8 +173,13 @@ def test_a_batch_is_a_pure_function_of_seed_stream_and_step(seed: int, stream: i
 
 def test_batches_differ_by_seed_stream_and_step_and_reach_the_whole_text() -> None:
     key = {"seed": 1, "stream": 2, "step": 3, "batch": 8, "context": 16}
-    offsets = [batch_offsets(10**6, **{**key, **other}) for other in ({}, {"seed": 2}, {"stream": 3}, {"step": 4})]
-    assert all(not set(a.tolist()) & set(b.tolist()) for n, a in enumerate(offsets) for b in offsets[:n])
+    offsets = [
+        batch_offsets(10**6, **{**key, **other})
+        for other in ({}, {"seed": 2}, {"stream": 3}, {"step": 4})
+    ]
+    assert all(
+        not set(a.tolist()) & set(b.tolist()) for n, a in enumerate(offsets) for b in offsets[:n]
+    )
     assert set(batch_offsets(20, **{**key, "batch": 200}).tolist()) == {0, 1, 2, 3}
 
 
@@ -160,13 +197,18 @@ def test_no_batch_touches_what_pool_weights_are_fitted_on(tmp_path: Path) -> Non
     assert set(corpus.calibration.tolist()) == {ord("z")}
     assert bytes(corpus.train) + bytes(corpus.calibration) == text
     size, context = len(corpus.train), 16
-    ends = [batch_offsets(size, seed=0, stream=1, step=s, batch=64, context=context).max() + context + 1 for s in range(200)]
+    ends = [
+        batch_offsets(size, seed=0, stream=1, step=s, batch=64, context=context).max() + context + 1
+        for s in range(200)
+    ]
     assert max(ends) <= size
     assert max(ends) > size - 100, "the last training bytes are read"
 
 
 @given(st.integers(2, 200), st.integers(1, 20), st.integers(1, 7))
-def test_every_byte_but_the_first_is_predicted_exactly_once(size: int, context: int, rows: int) -> None:
+def test_every_byte_but_the_first_is_predicted_exactly_once(
+    size: int, context: int, rows: int
+) -> None:
     text = np.arange(size, dtype=np.uint8)
     walked, predicted = 0, []
     for first, tokens in rows_without_overlap(text, context, rows):

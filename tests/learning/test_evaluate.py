@@ -30,7 +30,18 @@ MODELS = {
 NAMES = {
     "fuse": {"composed", "block_1", "block_2", "pool", "fuse"},
     "pool": {"composed", "block_1", "block_2", "block_3", "pool"},
-    "exact": {"composed", "block_1", "block_2", "block_3", "pool", "euler_1", "euler_2", "euler_3", "euler", "marginal"},
+    "exact": {
+        "composed",
+        "block_1",
+        "block_2",
+        "block_3",
+        "pool",
+        "euler_1",
+        "euler_2",
+        "euler_3",
+        "euler",
+        "marginal",
+    },
     "paper": {"composed", "euler_1", "euler_2", "euler_3", "euler", "marginal"},
 }
 
@@ -83,12 +94,16 @@ def test_pool_and_fusion_beat_single_blocks(trained: Model, corpus: Corpus) -> N
 
 
 def test_a_missing_block_costs_little(trained: Model, corpus: Corpus) -> None:
-    ce = cross_entropies(context_predictors(trained, leave_out=True), corpus.valid, trained.config.context)
+    ce = cross_entropies(
+        context_predictors(trained, leave_out=True), corpus.valid, trained.config.context
+    )
     without = [ce[f"fuse_without_{n}"] for n in (1, 2, 3)]
     assert all(ce["fuse"] < value < ce["fuse"] + 0.5 for value in without)
 
 
-def test_fitted_weights_beat_equal_ones_where_they_are_fitted(trained: Model, corpus: Corpus) -> None:
+def test_fitted_weights_beat_equal_ones_where_they_are_fitted(
+    trained: Model, corpus: Corpus
+) -> None:
     equal = evaluate(Model(trained.config, trained.blocks, trained.fusion), corpus.calibration)
     fitted = evaluate(trained, corpus.calibration)
     assert trained.pool_weights is not None and (trained.pool_weights > 0).all()
@@ -103,7 +118,12 @@ def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: Corpus) -
     before = [p.clone() for block in trained.blocks for p in block.parameters()]
     other = fit_pool_weights(Model(trained.config, trained.blocks), corpus.calibration[:1000])
     assert not torch.equal(other, trained.pool_weights)
-    assert all(torch.equal(a, b) for a, b in zip(before, (p for block in trained.blocks for p in block.parameters()), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            before, (p for block in trained.blocks for p in block.parameters()), strict=True
+        )
+    )
 
 
 def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corpus) -> None:
@@ -121,12 +141,19 @@ def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> 
     blocks = [train_block(config, n, corpus) for n in range(1, 13)]
     weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
     assert (weights > 0).all() and weights.min() == pytest.approx(1e-3)
-    equal, fitted = (evaluate(Model(config, blocks, None, w), corpus.calibration)["pool"] for w in (None, weights))
+    equal, fitted = (
+        evaluate(Model(config, blocks, None, w), corpus.calibration)["pool"]
+        for w in (None, weights)
+    )
     assert fitted < equal
 
 
 def test_bits_of_a_text_under_a_block(corpus: Corpus) -> None:
     block, text = MODELS["pool"].blocks[0], bytes(corpus.valid[:17])
-    assert text_bits(block, text[:1], text[1:]) == pytest.approx(evaluate_alone(block, corpus.valid[:17], 16) / math.log(2), abs=1e-5)
+    assert text_bits(block, text[:1], text[1:]) == pytest.approx(
+        evaluate_alone(block, corpus.valid[:17], 16) / math.log(2), abs=1e-5
+    )
     logp = block(block.features(torch.tensor([list(text[:-1])]))).log_softmax(-1)[0]
-    assert text_bits(block, text[:-1], text[-1:]) == pytest.approx(-logp[-1, text[-1]].item() / math.log(2), abs=1e-5)
+    assert text_bits(block, text[:-1], text[-1:]) == pytest.approx(
+        -logp[-1, text[-1]].item() / math.log(2), abs=1e-5
+    )

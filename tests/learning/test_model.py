@@ -12,7 +12,15 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import Model
-from blocktrain.learning.model import MIN_ROWS, Cache, build_block, build_reference, pool, target_table, to_the_next
+from blocktrain.learning.model import (
+    MIN_ROWS,
+    Cache,
+    build_block,
+    build_reference,
+    pool,
+    target_table,
+    to_the_next,
+)
 from conftest import random_model, tiny_config
 
 CONTEXT = 72  # longer than two tiles of the attention kernel, and no multiple of one
@@ -22,7 +30,9 @@ DENOISE = random_model(tiny_config(context=CONTEXT, compose="pool", objective="d
 MODELS = {"fuse": FUSE, "pool": POOL, "denoise": DENOISE}
 TEXT = torch.randint(0, 256, (1, CONTEXT), generator=torch.Generator().manual_seed(1))
 
-chunkings = st.lists(st.one_of(st.integers(1, 6), st.integers(1, CONTEXT)), min_size=1, max_size=CONTEXT)
+chunkings = st.lists(
+    st.one_of(st.integers(1, 6), st.integers(1, CONTEXT)), min_size=1, max_size=CONTEXT
+)
 
 
 def in_chunks(score: Callable[[Tensor, int], Tensor], text: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -53,7 +63,9 @@ def test_every_chunk_size_gives_the_same_bits() -> None:
     scorer = FUSE.scorer()
     whole = scorer(TEXT, 0)
     for size in range(1, CONTEXT):
-        assert torch.equal(in_chunks(scorer, TEXT, [size] * (CONTEXT // size)), whole), f"chunks of {size}"
+        assert torch.equal(in_chunks(scorer, TEXT, [size] * (CONTEXT // size)), whole), (
+            f"chunks of {size}"
+        )
 
 
 def test_a_long_prompt_gives_the_same_bits_where_blas_would_sum_in_another_order() -> None:
@@ -81,7 +93,11 @@ def test_cached_equals_the_forward_of_training_to_rounding(name: str) -> None:
     features = model.all_features(TEXT)
     kept = torch.ones(features.shape[:2])
     readout = model.readout()
-    plain = model.fusion.fuse(TEXT, features, kept) if model.fusion else readout(readout.normed(features), kept)
+    plain = (
+        model.fusion.fuse(TEXT, features, kept)
+        if model.fusion
+        else readout(readout.normed(features), kept)
+    )
     assert torch.allclose(in_chunks(model.scorer(), TEXT, [5, 1, 30]), plain, atol=1e-5, rtol=1e-5)
 
 
@@ -131,7 +147,7 @@ def test_the_positions_of_a_tail_see_each_other_and_not_their_bytes() -> None:
     config = tiny_config(objective="denoise", compose="euler", tail=4)
     block = random_model(config).blocks[0]
     text, z = TEXT[:, :16], torch.randn(1, 16, 8)
-    noised = lambda text, z: block.features(text, z=z, c_noise=torch.tensor(0.1), tail=4)  # noqa: E731
+    noised = lambda text, z: block.features(text, z=z, c_noise=torch.tensor(0.1), tail=4)
     before = noised(text, z)
     unknown = text.clone()
     unknown[:, 13:] = 0  # position 12 is the first of the tail: it knows its byte, and not the next
@@ -169,19 +185,29 @@ def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:
     config = tiny_config(context=CONTEXT)
     fusion = build_block(config, config.blocks)
     fusion.readout.copy_from(FUSE.blocks)
-    fusion.load_state_dict({n: torch.randn_like(t) if n.startswith("layers") else t for n, t in fusion.state_dict().items()})
+    fusion.load_state_dict(
+        {
+            n: torch.randn_like(t) if n.startswith("layers") else t
+            for n, t in fusion.state_dict().items()
+        }
+    )
     features, kept = FUSE.all_features(TEXT), torch.tensor([[0.0], [1.0]])
     before = fusion.fuse(TEXT, features, kept)
     with torch.no_grad():
         fusion.correct.weight[:, : config.width] = 0  # onto the features of block 1
     assert not torch.allclose(fusion.fuse(TEXT, features, kept), before)
-    assert torch.equal(fusion.fuse(TEXT, features, kept), fusion.fuse(TEXT, features * kept[:, :, None, None], kept))
+    assert torch.equal(
+        fusion.fuse(TEXT, features, kept),
+        fusion.fuse(TEXT, features * kept[:, :, None, None], kept),
+    )
 
 
 def test_one_product_pools_as_the_mean_of_log_probabilities_does() -> None:
     readout, features = Model(FUSE.config, FUSE.blocks).readout(), FUSE.all_features(TEXT)
     readout.weights.copy_(torch.tensor([0.3, 0.8]))
-    logp = torch.stack([block(f).log_softmax(-1) for block, f in zip(FUSE.blocks, features, strict=True)])
+    logp = torch.stack(
+        [block(f).log_softmax(-1) for block, f in zip(FUSE.blocks, features, strict=True)]
+    )
     for kept in (torch.ones(2, 1), torch.tensor([[0.0], [1.0]])):
         ours = readout(readout.normed(features), kept).log_softmax(-1)
         assert torch.allclose(ours, pool(logp, readout.weights, kept).log_softmax(-1), atol=1e-5)
@@ -210,20 +236,38 @@ def test_a_missing_block_leaves_no_trace_in_the_fused_answer() -> None:
     garbled = features.clone()
     garbled[1] = 1e3
     kept = torch.tensor([[1.0], [0.0]])
-    assert torch.equal(FUSE.fusion.fuse(TEXT, features, kept), FUSE.fusion.fuse(TEXT, garbled, kept))
-    assert not torch.allclose(FUSE.fusion.fuse(TEXT, features, torch.ones(2, 1)), FUSE.fusion.fuse(TEXT, features, kept))
+    assert torch.equal(
+        FUSE.fusion.fuse(TEXT, features, kept), FUSE.fusion.fuse(TEXT, garbled, kept)
+    )
+    assert not torch.allclose(
+        FUSE.fusion.fuse(TEXT, features, torch.ones(2, 1)), FUSE.fusion.fuse(TEXT, features, kept)
+    )
 
 
 @given(st.lists(st.floats(0.05, 2), min_size=2, max_size=5), st.data())
 def test_pool_shares_the_weight_of_the_missing(weights: list[float], data: st.DataObject) -> None:
     count = len(weights)
-    kept = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any)), dtype=torch.float32)
-    logp = torch.randn(count, 1, 2, 256, generator=torch.Generator().manual_seed(count)).log_softmax(-1)
+    kept = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any)),
+        dtype=torch.float32,
+    )
+    logp = torch.randn(
+        count, 1, 2, 256, generator=torch.Generator().manual_seed(count)
+    ).log_softmax(-1)
     w = torch.tensor(weights) * kept
     expected = torch.einsum("n,nbtv->btv", w * sum(weights) / w.sum(), logp)
-    assert torch.allclose(pool(logp, torch.tensor(weights), kept[:, None]), expected, atol=1e-4, rtol=1e-4)
-    same = logp[:1].expand(count, -1, -1, -1)  # blocks of one mind: who is missing makes no difference
-    assert torch.allclose(pool(same, torch.tensor(weights), kept[:, None]), logp[0] * sum(weights), atol=1e-4, rtol=1e-4)
+    assert torch.allclose(
+        pool(logp, torch.tensor(weights), kept[:, None]), expected, atol=1e-4, rtol=1e-4
+    )
+    same = logp[:1].expand(
+        count, -1, -1, -1
+    )  # blocks of one mind: who is missing makes no difference
+    assert torch.allclose(
+        pool(same, torch.tensor(weights), kept[:, None]),
+        logp[0] * sum(weights),
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 def test_only_denoising_blocks_hold_what_reads_z() -> None:
@@ -254,11 +298,18 @@ def test_initial_weights_are_a_function_of_seed_and_index() -> None:
 
 
 def test_the_reference_has_all_layers_and_reads_only_bytes() -> None:
-    config = tiny_config(blocks=3, layers_per_block=2, objective="denoise", compose="euler", skip="edm", tail=2)
+    config = tiny_config(
+        blocks=3, layers_per_block=2, objective="denoise", compose="euler", skip="edm", tail=2
+    )
     reference = build_reference(config)
     assert len(reference.layers) == 6
     assert reference.skip is None and reference.reads == 0
-    assert {name.split(".")[0] for name, _ in reference.named_parameters()} == {"embed", "layers", "norm", "head"}
+    assert {name.split(".")[0] for name, _ in reference.named_parameters()} == {
+        "embed",
+        "layers",
+        "norm",
+        "head",
+    }
 
 
 def test_the_target_table_has_unit_rows_drawn_from_the_seed() -> None:

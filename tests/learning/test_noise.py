@@ -20,7 +20,9 @@ DEFAULT = noise_levels(Config())
 @st.composite
 def levels(draw: st.DrawFn) -> NoiseLevels:
     low = draw(st.floats(0.05, 2))
-    found = NoiseLevels(draw(st.floats(-2, 1)), draw(st.floats(0.5, 2)), low, low * draw(st.floats(1.5, 50)))
+    found = NoiseLevels(
+        draw(st.floats(-2, 1)), draw(st.floats(0.5, 2)), low, low * draw(st.floats(1.5, 50))
+    )
     assume(found.mass_below(found.sigma_max) - found.mass_below(found.sigma_min) > 1e-3)
     return found
 
@@ -50,15 +52,23 @@ def test_the_first_block_owns_the_highest_noise(found: NoiseLevels, blocks: int)
 
 
 @given(levels(), st.integers(2, 8), st.floats(0, 1))
-def test_ranges_overlap_by_gamma_of_their_log_width(found: NoiseLevels, blocks: int, gamma: float) -> None:
+def test_ranges_overlap_by_gamma_of_their_log_width(
+    found: NoiseLevels, blocks: int, gamma: float
+) -> None:
     for plain, wide in zip(found.ranges(blocks, 0.0), found.ranges(blocks, gamma), strict=True):
         extra = gamma * math.log(plain.high / plain.low)
-        assert math.log(wide.low) == pytest.approx(max(math.log(plain.low) - extra, math.log(found.sigma_min)))
-        assert math.log(wide.high) == pytest.approx(min(math.log(plain.high) + extra, math.log(found.sigma_max)))
+        assert math.log(wide.low) == pytest.approx(
+            max(math.log(plain.low) - extra, math.log(found.sigma_min))
+        )
+        assert math.log(wide.high) == pytest.approx(
+            min(math.log(plain.high) + extra, math.log(found.sigma_max))
+        )
 
 
 @given(levels(), st.integers(1, 6), st.floats(0, 0.5))
-def test_samples_stay_in_range_and_follow_the_distribution(found: NoiseLevels, blocks: int, gamma: float) -> None:
+def test_samples_stay_in_range_and_follow_the_distribution(
+    found: NoiseLevels, blocks: int, gamma: float
+) -> None:
     uniform = torch.linspace(0, 1 - 2**-24, 65)
     for part in found.ranges(blocks, gamma):
         sigma = found.sample(part, uniform)
@@ -96,7 +106,9 @@ def test_edm_by_its_definition(sigma: float, data: float) -> None:
     assert c.out.item() == pytest.approx(sigma * data / math.sqrt(variance))
     assert c.in_.item() ** 2 * variance == pytest.approx(1)  # F sees unit variance
     assert c.noise.item() == pytest.approx(math.log(sigma) / 4)
-    assert c.weight.item() * c.out.item() ** 2 == pytest.approx(1)  # the weight undoes the output's scale
+    assert c.weight.item() * c.out.item() ** 2 == pytest.approx(
+        1
+    )  # the weight undoes the output's scale
 
 
 def test_euler_step_leaves_a_fixed_point_and_lands_on_the_estimate() -> None:

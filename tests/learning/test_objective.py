@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from blocktrain.learning.compose import Model
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.model import build_block, target_table
-from blocktrain.learning.objective import denoise_logits, denoise_loss, fusion_loss, next_loss, read_features, training_levels
+from blocktrain.learning.objective import (
+    denoise_logits,
+    denoise_loss,
+    fusion_loss,
+    next_loss,
+    read_features,
+    training_levels,
+)
 from blocktrain.learning.train import Trainer
 from conftest import random_model, tiny_config
 
@@ -28,8 +35,14 @@ def test_the_exact_skip_is_bayes_rule(sigma: float) -> None:
     with torch.no_grad():  # a head that answers this one context with exactly these logits
         seen = block.norm(block.features(token))[0, 0]
         block.head.weight.copy_(torch.outer(seen, logits) / seen.dot(seen))
-        z = (table[66] + sigma * torch.randn(8, generator=torch.Generator().manual_seed(3)))[None, None]
-        found = denoise_logits(block, table, token, z, level, config.sigma_data).softmax(-1)[0, 0].numpy()
+        z = (table[66] + sigma * torch.randn(8, generator=torch.Generator().manual_seed(3)))[
+            None, None
+        ]
+        found = (
+            denoise_logits(block, table, token, z, level, config.sigma_data)
+            .softmax(-1)[0, 0]
+            .numpy()
+        )
 
     distance = ((z[0, 0].double() - table[symbols].double()) ** 2).sum(-1).numpy()
     posterior = prior * np.exp(-distance / (2 * sigma**2))
@@ -63,17 +76,21 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_next_byte() -> None:
 
 
 def test_only_edm_weighs_its_loss() -> None:
-    draws = lambda: torch.Generator().manual_seed(1)  # noqa: E731
+    draws = lambda: torch.Generator().manual_seed(1)
     exact = tiny_config(objective="denoise", compose="pool")
     loss = denoise_loss(build_block(exact, 1), target_table(exact), TOKENS, exact, 1, draws())
     assert loss.total.item() == pytest.approx(loss.ce.item())
     edm = tiny_config(objective="denoise", compose="euler", skip="edm")
     loss = denoise_loss(build_block(edm, 1), target_table(edm), TOKENS, edm, 1, draws())
-    assert loss.total.item() > 3.5 * loss.ce.item()  # the weight is above 1 / sigma_data^2 = 4 at every level
+    assert (
+        loss.total.item() > 3.5 * loss.ce.item()
+    )  # the weight is above 1 / sigma_data^2 = 4 at every level
 
 
 def test_only_the_tail_goes_below_the_lowest_noise() -> None:
-    config = tiny_config(objective="denoise", compose="euler", tail=4, tail_sigma_min=0.1, gamma=0.0)
+    config = tiny_config(
+        objective="denoise", compose="euler", tail=4, tail_sigma_min=0.1, gamma=0.0
+    )
     uniform = torch.linspace(0, 0.999, 8)
     plain = training_levels(config, 3, uniform, 16, 0)
     levels = training_levels(config, 3, uniform, 16, 4)
@@ -87,7 +104,9 @@ def test_a_tail_trains_its_mask_and_only_in_its_share() -> None:
     touched = 0
     for seed in range(20):
         block.zero_grad(set_to_none=True)
-        denoise_loss(block, table, TOKENS, config, 1, torch.Generator().manual_seed(seed)).total.backward()
+        denoise_loss(
+            block, table, TOKENS, config, 1, torch.Generator().manual_seed(seed)
+        ).total.backward()
         touched += block.mask.grad is not None
     assert 4 <= touched <= 16
 
@@ -99,10 +118,20 @@ def test_training_loss_leaks_below_sigma_one_and_composition_gains_nothing() -> 
     leaked = {}
     for sigma_min in (0.05, 1.0):
         config = tiny_config(
-            objective="denoise", compose="euler", blocks=2, sigma_min=sigma_min, steps=60, batch=8, learning_rate=2e-2, z_width=16
+            objective="denoise",
+            compose="euler",
+            blocks=2,
+            sigma_min=sigma_min,
+            steps=60,
+            batch=8,
+            learning_rate=2e-2,
+            z_width=16,
         )
         trainers = [Trainer(config, n) for n in (1, 2)]
-        ce = [np.mean([loss for _, loss in trainer.run(text, config.steps)][-10:]) for trainer in trainers]
+        ce = [
+            np.mean([loss for _, loss in trainer.run(text, config.steps)][-10:])
+            for trainer in trainers
+        ]
         composed = evaluate(Model(config, [t.block for t in trainers]), text[:801], draws=1)
         leaked[sigma_min] = floor - ce[1]
         assert composed["euler"] > floor - 0.01
@@ -115,11 +144,19 @@ def test_the_fusion_loss_leaves_out_blocks_but_never_all() -> None:
     model = random_model(tiny_config())
     assert model.fusion is not None
     for seed in range(10):
-        loss = fusion_loss(model.fusion, model.blocks, TOKENS, 0.99, torch.Generator().manual_seed(seed))
+        loss = fusion_loss(
+            model.fusion, model.blocks, TOKENS, 0.99, torch.Generator().manual_seed(seed)
+        )
         assert torch.isfinite(loss.total)
-    whole = fusion_loss(model.fusion, model.blocks, TOKENS, 0.0, torch.Generator().manual_seed(0)).total
-    logits = model.fusion.fuse(TOKENS[:, :-1], read_features(model.blocks, TOKENS[:, :-1]), torch.ones(2, 3))
-    assert whole.item() == pytest.approx(F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item())
+    whole = fusion_loss(
+        model.fusion, model.blocks, TOKENS, 0.0, torch.Generator().manual_seed(0)
+    ).total
+    logits = model.fusion.fuse(
+        TOKENS[:, :-1], read_features(model.blocks, TOKENS[:, :-1]), torch.ones(2, 3)
+    )
+    assert whole.item() == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item()
+    )
 
 
 def test_what_fusion_reads_gets_no_gradient() -> None:

@@ -31,7 +31,10 @@ def moved(kind: str, index: int) -> dict[str, float]:
     for p in block.parameters():
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
     Optimizers(block, kind, weight_decay=0.0).step(1e-2)  # type: ignore[arg-type]
-    return {name: ((p - before[name]).square().mean().sqrt() / 1e-2).item() for name, p in block.named_parameters()}
+    return {
+        name: ((p - before[name]).square().mean().sqrt() / 1e-2).item()
+        for name, p in block.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("index", [1, 3])
@@ -51,7 +54,9 @@ def test_every_parameter_is_remembered_by_its_own_optimizer() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step(1e-3)
     kept = {name: t.clone() for name, t in optimizer.moments().items()}
-    assert {name.partition(".")[2] for name in kept} == {name for name, _ in block.named_parameters()}
+    assert {name.partition(".")[2] for name in kept} == {
+        name for name, _ in block.named_parameters()
+    }
     assert {"momentum.mix.weight", "exp_avg.embed", "exp_avg_sq.embed", "step.embed"} <= set(kept)
     optimizer.step(1e-3)
     optimizer.restore(kept)

@@ -48,7 +48,9 @@ def same(a: Trainer, b: Trainer) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_bits_whole_or_resumed(kind: str, corpus: Corpus, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bits_whole_or_resumed(
+    kind: str, corpus: Corpus, tmp_path: Path
+) -> None:
     whole = trainer_of(kind)
     losses = run(whole, corpus, 12)
 
@@ -64,7 +66,12 @@ def test_the_same_seed_gives_the_same_bits_whole_or_resumed(kind: str, corpus: C
 
 
 def test_another_seed_or_block_gives_other_weights(corpus: Corpus) -> None:
-    trainers = [trainer_of("next"), trainer_of("next", seed=1), trainer_of("exact"), trainer_of("exact", seed=1)]
+    trainers = [
+        trainer_of("next"),
+        trainer_of("next", seed=1),
+        trainer_of("exact"),
+        trainer_of("exact", seed=1),
+    ]
     for trainer in trainers:
         run(trainer, corpus, 2)
     embeds = [trainer.block.embed for trainer in trainers]
@@ -123,7 +130,11 @@ def test_another_stream_draws_other_text_and_other_noise(corpus: Corpus) -> None
         noise = trainer._loss(torch.zeros(4, 17, dtype=torch.long)).ce.item()
         losses[stream] = (noise, *run(trainer, corpus, 2))
     assert losses[None] == losses[2]  # the block's own
-    assert len({loss[0] for loss in losses.values()}) == len({loss[1] for loss in losses.values()}) == 3
+    assert (
+        len({loss[0] for loss in losses.values()})
+        == len({loss[1] for loss in losses.values()})
+        == 3
+    )
 
 
 def test_training_lowers_the_loss(corpus: Corpus) -> None:
@@ -164,7 +175,9 @@ def test_devices_that_are_not_there_are_refused_in_a_sentence() -> None:
 
 
 @given(st.integers(1, 500), st.integers(0, 80), st.sampled_from(["cosine", "linear", "constant"]))
-def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int, warmup: int, schedule: Schedule) -> None:
+def test_the_learning_rate_rises_to_its_peak_and_falls(
+    steps: int, warmup: int, schedule: Schedule
+) -> None:
     rates = [learning_rate(step, steps, 2.0, warmup, schedule) for step in range(steps)]
     top = min(warmup, steps // 10)
     assert all(0 < rate <= 2.0 for rate in rates)
@@ -174,4 +187,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls(steps: int, warmup: int, 
     if schedule == "constant":
         assert set(rates[top:]) == {2.0}
     else:
-        assert {learning_rate(step, steps, 2.0, warmup, schedule) for step in (steps, steps + 1, 3 * steps)} == {0.0}
+        assert {
+            learning_rate(step, steps, 2.0, warmup, schedule)
+            for step in (steps, steps + 1, 3 * steps)
+        } == {0.0}

@@ -23,7 +23,10 @@ SCHEMA = {"a": Spec((3, 50)), "b": Spec(()), "c": Spec((129,))}
 
 def example(seed: int = 0, magnitude: float = 1e-3) -> Tensors:
     rng = np.random.default_rng(seed)
-    return {name: np.asarray(rng.normal(size=spec.shape) * magnitude, np.float32) for name, spec in SCHEMA.items()}
+    return {
+        name: np.asarray(rng.normal(size=spec.shape) * magnitude, np.float32)
+        for name, spec in SCHEMA.items()
+    }
 
 
 def sent(payload: bytes, like: Tensors) -> Tensors:
@@ -37,7 +40,11 @@ def deltas(draw: st.DrawFn) -> Tensors:
     for name in draw(st.lists(st.sampled_from(["w", "x.y", "ä", "z"]), unique=True, max_size=3)):
         shape = tuple(draw(st.lists(st.integers(0, 20), max_size=3)))
         rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-        values = rng.normal(size=shape) * 2.0 ** draw(st.integers(-140, 60)) * rng.choice([0, 1, 1, 2**-9, 300], size=shape)
+        values = (
+            rng.normal(size=shape)
+            * 2.0 ** draw(st.integers(-140, 60))
+            * rng.choice([0, 1, 1, 2**-9, 300], size=shape)
+        )
         tensors[name] = np.asarray(values, np.float32)
     few = draw(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), max_size=5))
     return tensors | {"few": np.array(few, np.float32)}
@@ -48,7 +55,9 @@ def test_none_is_exact_bit_for_bit(delta: Tensors, again: bool) -> None:
     payload, residual = codec.compress(delta, {} if again else None, "none")
     found = sent(payload, delta)
     assert residual == {} and found.keys() == delta.keys()
-    assert all(found[n].tobytes() == delta[n].tobytes() and found[n].shape == delta[n].shape for n in delta)
+    assert all(
+        found[n].tobytes() == delta[n].tobytes() and found[n].shape == delta[n].shape for n in delta
+    )
 
 
 @given(deltas(), st.sampled_from(LOSSY))
@@ -57,7 +66,9 @@ def test_what_is_lost_is_the_residual_exactly(delta: Tensors, method: Method) ->
     found = sent(payload, delta)
     assert all(np.array_equal(found[n] + residual[n], delta[n]) for n in delta)
     second, left = codec.compress(delta, residual, method)
-    assert all(np.array_equal(sent(second, delta)[n] + left[n], delta[n] + residual[n]) for n in delta)
+    assert all(
+        np.array_equal(sent(second, delta)[n] + left[n], delta[n] + residual[n]) for n in delta
+    )
 
 
 @given(deltas(), st.sampled_from(["int8", "int4"]))
@@ -69,13 +80,20 @@ def test_the_error_is_at_most_half_a_scale(delta: Tensors, method: Method) -> No
     found = sent(payload, delta)
     first = 0
     for name in sorted(delta):
-        x, y = delta[name].reshape(-1).astype(np.float64), found[name].reshape(-1).astype(np.float64)
+        x, y = (
+            delta[name].reshape(-1).astype(np.float64),
+            found[name].reshape(-1).astype(np.float64),
+        )
         for start in range(0, x.size, GROUP):
             scale, group = scales[first], x[start : start + GROUP]
             first += 1
             assert (np.abs(group - y[start : start + GROUP]) <= scale / 2).all()
             smallest = 2.0 ** (exponent - 24)  # of fp16
-            assert np.abs(group).max() / LEVELS[method] <= scale <= np.abs(group).max() / LEVELS[method] * (1 + 2**-10) + smallest
+            assert (
+                np.abs(group).max() / LEVELS[method]
+                <= scale
+                <= np.abs(group).max() / LEVELS[method] * (1 + 2**-10) + smallest
+            )
 
 
 @given(deltas())
@@ -85,7 +103,9 @@ def test_fp16_keeps_eleven_bits(delta: Tensors) -> None:
     found = sent(payload, delta)
     for name, x in delta.items():
         error = np.abs(found[name].astype(np.float64) - x)
-        assert (error <= np.maximum(np.abs(x.astype(np.float64)) / 2048, 2.0 ** (exponent - 25))).all()
+        assert (
+            error <= np.maximum(np.abs(x.astype(np.float64)) / 2048, 2.0 ** (exponent - 25))
+        ).all()
 
 
 def note_of(raw: bytes) -> str:
@@ -102,7 +122,10 @@ def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
     for _ in range(20):
         payload, residual = codec.compress(delta, residual, method)
         total += sent(payload, delta)["w"]
-    assert np.abs(total - 20 * delta["w"].astype(np.float64)).max() <= 1e-3 / LEVELS[method] * (1 + 2**-9) / 2 + 1e-9
+    assert (
+        np.abs(total - 20 * delta["w"].astype(np.float64)).max()
+        <= 1e-3 / LEVELS[method] * (1 + 2**-9) / 2 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -121,7 +144,10 @@ def test_noise_that_no_coder_can_squeeze_keeps_the_ratio(method: Method, least: 
 
 
 # Golden bytes: what another implementation has to read and write (the zstd frame around them may differ, its content may not).
-GOLDEN_DELTA = {"b": np.array([1.0, -0.5, 0.25], np.float32), "a": np.array([[0.001953125, -7.0]], np.float32)}
+GOLDEN_DELTA = {
+    "b": np.array([1.0, -0.5, 0.25], np.float32),
+    "a": np.array([[0.001953125, -7.0]], np.float32),
+}
 GOLDEN: dict[Method, str] = {
     "none": (
         "b0000000000000007b225f5f6d657461646174615f5f223a7b22626c6f636b747261696e223a2264656c74612031206e6f6e65203020613132633061"
@@ -157,7 +183,10 @@ def test_golden_bytes(method: Method) -> None:
     payload, _ = codec.compress(GOLDEN_DELTA, None, method)
     assert zstd.decompress(payload).hex() == GOLDEN[method]
     stored = zstd.compress(bytes.fromhex(GOLDEN[method]), level=19)
-    found, again = codec.decompress(stored, codec.schema_of(GOLDEN_DELTA), method=method), sent(payload, GOLDEN_DELTA)
+    found, again = (
+        codec.decompress(stored, codec.schema_of(GOLDEN_DELTA), method=method),
+        sent(payload, GOLDEN_DELTA),
+    )
     assert all(np.array_equal(found[n], again[n]) for n in GOLDEN_DELTA)
 
 
@@ -173,7 +202,9 @@ def file_of(header: dict[str, object] | str, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def with_wire(change: Callable[[Tensors], Tensors], method: Method = "int8", note: str | None = None) -> bytes:
+def with_wire(
+    change: Callable[[Tensors], Tensors], method: Method = "int8", note: str | None = None
+) -> bytes:
     """An honest payload with its tensors or its note changed."""
     raw = zstd.decompress(codec.compress(example(), None, method)[0])
     wire = {name: t.copy() for name, t in codec.unpack(raw).items()}
@@ -204,8 +235,14 @@ HASH = codec.schema_hash(SCHEMA)
         (with_wire(lambda wire: wire | {"more": np.zeros(1, np.int8)}), Code.WRONG_SHAPE),
         (with_wire(lambda wire: {"values": wire["values"]}), Code.WRONG_SHAPE),
         (with_wire(lambda wire: wire | {"values": wire["values"][:-1]}), Code.WRONG_SHAPE),
-        (with_wire(lambda wire: wire | {"values": wire["values"].reshape(1, -1)}), Code.WRONG_SHAPE),
-        (with_wire(lambda wire: wire | {"values": wire["values"].astype(np.uint8)}), Code.WRONG_SHAPE),
+        (
+            with_wire(lambda wire: wire | {"values": wire["values"].reshape(1, -1)}),
+            Code.WRONG_SHAPE,
+        ),
+        (
+            with_wire(lambda wire: wire | {"values": wire["values"].astype(np.uint8)}),
+            Code.WRONG_SHAPE,
+        ),
         (with_wire(dict, note=f"delta 1 int8 65 {HASH}"), Code.NOT_FINITE),
         (with_wire(dict, note=f"delta 1 int8 -101 {HASH}"), Code.NOT_FINITE),
         (with_wire(dict, "none", note=f"delta 1 none 3 {HASH}"), Code.NOT_FINITE),
@@ -222,8 +259,14 @@ HASH = codec.schema_hash(SCHEMA)
         (zstd.compress(file_of("[" * 900)), Code.MALFORMED),
         (zstd.compress(file_of('{"a":1}')), Code.MALFORMED),
         (zstd.compress(file_of('{"__metadata__":[]}')), Code.MALFORMED),
-        (zstd.compress(file_of('{"values":{"dtype":"I8","shape":[-1],"data_offsets":[0,0]}}')), Code.MALFORMED),
-        (zstd.compress(file_of('{"values":{"dtype":"I8","shape":1,"data_offsets":[0,0]}}')), Code.MALFORMED),
+        (
+            zstd.compress(file_of('{"values":{"dtype":"I8","shape":[-1],"data_offsets":[0,0]}}')),
+            Code.MALFORMED,
+        ),
+        (
+            zstd.compress(file_of('{"values":{"dtype":"I8","shape":1,"data_offsets":[0,0]}}')),
+            Code.MALFORMED,
+        ),
     ],
 )
 def test_hostile_payloads_are_refused(payload: bytes, code: Code) -> None:
@@ -232,18 +275,28 @@ def test_hostile_payloads_are_refused(payload: bytes, code: Code) -> None:
 
 def test_a_repeated_name_is_refused() -> None:
     entry = '"values":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
-    note = f'"__metadata__":{{"blocktrain":"delta 1 none 0 {codec.schema_hash({"w": Spec((1,))})}"}}'
+    note = (
+        f'"__metadata__":{{"blocktrain":"delta 1 none 0 {codec.schema_hash({"w": Spec((1,))})}"}}'
+    )
     honest = file_of(f"{{{note},{entry}}}", b"\0" * 4)
     assert codec.decompress(zstd.compress(honest), {"w": Spec((1,))})["w"].tolist() == [0]
     doubled = file_of(f"{{{note},{entry},{entry}}}", b"\0" * 4)
-    assert refused(lambda: codec.decompress(zstd.compress(doubled), {"w": Spec((1,))})) == Code.MALFORMED
+    assert (
+        refused(lambda: codec.decompress(zstd.compress(doubled), {"w": Spec((1,))}))
+        == Code.MALFORMED
+    )
 
 
 def test_another_method_than_the_task_asked_for_is_refused() -> None:
     payload, _ = codec.compress(example(), None, "int8")
     assert refused(lambda: codec.decompress(payload, SCHEMA, method="fp16")) == Code.MALFORMED
-    large, _ = codec.compress({"w": np.random.default_rng(0).normal(size=5000).astype(np.float32)}, None, "none")
-    assert refused(lambda: codec.decompress(large, {"w": Spec((5000,))}, method="int4")) == Code.TOO_LARGE
+    large, _ = codec.compress(
+        {"w": np.random.default_rng(0).normal(size=5000).astype(np.float32)}, None, "none"
+    )
+    assert (
+        refused(lambda: codec.decompress(large, {"w": Spec((5000,))}, method="int4"))
+        == Code.TOO_LARGE
+    )
 
 
 def bomb(window_log: int | None = None) -> bytes:
@@ -256,7 +309,9 @@ def bomb(window_log: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize(("window_log", "code"), [(None, Code.TOO_LARGE), (25, Code.MALFORMED)])
-def test_a_bomb_costs_no_more_memory_than_an_honest_payload(window_log: int | None, code: Code) -> None:
+def test_a_bomb_costs_no_more_memory_than_an_honest_payload(
+    window_log: int | None, code: Code
+) -> None:
     payload = bomb(window_log)
     tracemalloc.start()
     try:
@@ -269,22 +324,33 @@ def test_a_bomb_costs_no_more_memory_than_an_honest_payload(window_log: int | No
 def test_caps_hold_before_anything_is_read() -> None:
     payload, _ = codec.compress(example(), None, "none")
     raw = codec.pack(example())
-    assert refused(lambda: codec.decompress(payload, SCHEMA, Limits(payload_bytes=10))) == Code.TOO_LARGE
-    assert refused(lambda: codec.decompress(payload, SCHEMA, Limits(raw_bytes=100))) == Code.TOO_LARGE
+    assert (
+        refused(lambda: codec.decompress(payload, SCHEMA, Limits(payload_bytes=10)))
+        == Code.TOO_LARGE
+    )
+    assert (
+        refused(lambda: codec.decompress(payload, SCHEMA, Limits(raw_bytes=100))) == Code.TOO_LARGE
+    )
     assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(raw_bytes=100))) == Code.TOO_LARGE
     assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(header_bytes=50))) == Code.TOO_LARGE
     assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(tensors=2))) == Code.TOO_LARGE
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from(METHODS), st.booleans())
-def test_a_changed_payload_is_refused_or_is_a_finite_delta(seed: int, changes: int, method: Method, inside: bool) -> None:
+def test_a_changed_payload_is_refused_or_is_a_finite_delta(
+    seed: int, changes: int, method: Method, inside: bool
+) -> None:
     rng = np.random.default_rng(seed)
     payload = codec.compress(example(), None, method)[0]
     damaged = bytearray(zstd.decompress(payload) if inside else payload)
     for _ in range(changes):
-        damaged[rng.integers(min(len(damaged), 260) if rng.random() < 0.7 else len(damaged))] = rng.integers(256)
+        damaged[rng.integers(min(len(damaged), 260) if rng.random() < 0.7 else len(damaged))] = (
+            rng.integers(256)
+        )
     try:
-        found = codec.decompress(zstd.compress(bytes(damaged)) if inside else bytes(damaged), SCHEMA)
+        found = codec.decompress(
+            zstd.compress(bytes(damaged)) if inside else bytes(damaged), SCHEMA
+        )
     except Refused:
         return
     assert codec.schema_of(found) == SCHEMA
@@ -297,10 +363,14 @@ def test_weights_come_back_and_nothing_else_does() -> None:
     raw = codec.pack(weights)
     for known in (schema, None):
         found = codec.unpack(raw, known)
-        assert codec.schema_of(found) == schema and all(found[n].tobytes() == weights[n].tobytes() for n in weights)
+        assert codec.schema_of(found) == schema and all(
+            found[n].tobytes() == weights[n].tobytes() for n in weights
+        )
     assert refused(lambda: codec.unpack(raw, schema | {"more": Spec((1,))})) == Code.WRONG_SHAPE
     assert refused(lambda: codec.unpack(raw, schema | {"b": Spec((1,))})) == Code.WRONG_SHAPE
-    assert refused(lambda: codec.unpack(raw, schema | {"b": Spec((), "float16")})) == Code.WRONG_SHAPE
+    assert (
+        refused(lambda: codec.unpack(raw, schema | {"b": Spec((), "float16")})) == Code.WRONG_SHAPE
+    )
     assert refused(lambda: codec.unpack(raw[:-1], schema)) == Code.MALFORMED
     assert refused(lambda: codec.pack({"z": np.zeros(1, np.complex64)})) == Code.WRONG_SHAPE
     odd = file_of({"z": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}, b"\0\0")
@@ -311,17 +381,31 @@ def test_absolute_weights_keep_every_bit() -> None:
     weights = example(4) | {"zero": np.array([-0.0, 1e-45], np.float32)}
     payload, schema = codec.compress_weights(weights), codec.schema_of(weights)
     opened = codec.open_update(payload, schema, method="none")
-    assert opened.absolute and all(opened.tensors[n].tobytes() == weights[n].tobytes() for n in weights)
+    assert opened.absolute and all(
+        opened.tensors[n].tobytes() == weights[n].tobytes() for n in weights
+    )
     assert refused(lambda: codec.decompress(payload, schema)) == Code.MALFORMED
     assert not codec.open_update(codec.compress(weights, None, "none")[0], schema).absolute
-    assert refused(lambda: codec.compress_weights({"w": np.array([math.inf], np.float32)})) == Code.NOT_FINITE
-    assert refused(lambda: codec.decompress(with_wire(dict, note=f"weights 1 int8 0 {HASH}"), SCHEMA)) == Code.MALFORMED
+    assert (
+        refused(lambda: codec.compress_weights({"w": np.array([math.inf], np.float32)}))
+        == Code.NOT_FINITE
+    )
+    assert (
+        refused(lambda: codec.decompress(with_wire(dict, note=f"weights 1 int8 0 {HASH}"), SCHEMA))
+        == Code.MALFORMED
+    )
 
 
 def test_a_sender_is_told_about_its_own_mistakes() -> None:
     delta = example()
-    assert refused(lambda: codec.compress({"w": np.array([math.nan], np.float32)}, None, "int8")) == Code.NOT_FINITE
-    assert refused(lambda: codec.compress({"w": np.array([3e38], np.float32)}, None, "int8")) == Code.NOT_FINITE
+    assert (
+        refused(lambda: codec.compress({"w": np.array([math.nan], np.float32)}, None, "int8"))
+        == Code.NOT_FINITE
+    )
+    assert (
+        refused(lambda: codec.compress({"w": np.array([3e38], np.float32)}, None, "int8"))
+        == Code.NOT_FINITE
+    )
     assert refused(lambda: codec.compress({"w": np.zeros(3)}, None, "none")) == Code.WRONG_SHAPE
     assert refused(lambda: codec.compress(delta, {"a": delta["a"]}, "int4")) == Code.WRONG_SHAPE
     assert refused(lambda: codec.decompress(b"", {"w": Spec((1,), "int64")})) == Code.WRONG_SHAPE

@@ -42,7 +42,9 @@ def decoder() -> Decoder:
     return Decoder(lambda kind, session: MOST if kind in (Kind.RUN, Kind.RESULT) else 0)
 
 
-def joined(header: Header, session: int = 0, sequence: int = 0, payload: Sequence[bytes] = ()) -> bytes:
+def joined(
+    header: Header, session: int = 0, sequence: int = 0, payload: Sequence[bytes] = ()
+) -> bytes:
     return b"".join(encode(header, session, sequence, payload))
 
 
@@ -72,7 +74,15 @@ def test_golden_bytes() -> None:
     )
     assert (
         joined(frames.Close(), 5).hex()
-        == "42544631" + "0001" + "08" + "00" + "0000000000000005" + "00000000" + "00000001" + "00" * 8 + "90"
+        == "42544631"
+        + "0001"
+        + "08"
+        + "00"
+        + "0000000000000005"
+        + "00000000"
+        + "00000001"
+        + "00" * 8
+        + "90"
     )
     assert (
         joined(frames.Open("fan", "fp32", 96, 128), 1)[PREFIX.size :].hex()
@@ -105,7 +115,12 @@ def test_every_kind_comes_back() -> None:
     assert set(EXAMPLES) == set(Kind) == set(frames.HEADERS)
     for kind, header in EXAMPLES.items():
         (found,) = decoder().feed(joined(header, 1 << 63, 1 << 31))
-        assert (found.kind, found.header, found.session, found.sequence) == (kind, header, 1 << 63, 1 << 31)
+        assert (found.kind, found.header, found.session, found.sequence) == (
+            kind,
+            header,
+            1 << 63,
+            1 << 31,
+        )
 
 
 @st.composite
@@ -116,7 +131,9 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int, Header, bytes]
         header = draw(st.sampled_from(list(EXAMPLES.values())))
         carries = isinstance(header, frames.Run | frames.Result)
         payload = draw(st.binary(max_size=MOST)) if carries else b""
-        sent.append((draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 2**32 - 1)), header, payload))
+        sent.append(
+            (draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 2**32 - 1)), header, payload)
+        )
     return b"".join(joined(h, s, n, [p[:7], p[7:]]) for s, n, h, p in sent), sent
 
 
@@ -155,7 +172,10 @@ def test_what_is_refused_and_by_which_name() -> None:
     fields = list(PREFIX.unpack_from(good))
 
     def with_(index: int, value: object) -> bytes:
-        return PREFIX.pack(*[value if i == index else f for i, f in enumerate(fields)]) + good[PREFIX.size :]
+        return (
+            PREFIX.pack(*[value if i == index else f for i, f in enumerate(fields)])
+            + good[PREFIX.size :]
+        )
 
     assert refused(with_(0, b"HTTP")) == Why.MALFORMED
     assert refused(with_(1, 2)) == Why.WRONG_PROTOCOL
@@ -184,7 +204,12 @@ def test_headers_are_read_strictly(raw: object) -> None:
     prefix = PREFIX.pack(frames.MAGIC, frames.PROTOCOL, Kind.RUN, 0, 1, 1, len(typed), 0)
     assert refused(prefix + typed) == Why.MALFORMED
     typed = msgspec.msgpack.encode(frames.Run(1, 0, 3)) + b"\0"  # something after it
-    assert refused(PREFIX.pack(frames.MAGIC, frames.PROTOCOL, Kind.RUN, 0, 1, 1, len(typed), 0) + typed) == Why.MALFORMED
+    assert (
+        refused(
+            PREFIX.pack(frames.MAGIC, frames.PROTOCOL, Kind.RUN, 0, 1, 1, len(typed), 0) + typed
+        )
+        == Why.MALFORMED
+    )
 
 
 def test_caps_are_checked_before_anything_is_kept() -> None:
@@ -238,7 +263,10 @@ def test_every_code_has_a_sentence_that_fits() -> None:
 @pytest.mark.timeout(1800)
 def test_mutated_frames_neither_crash_nor_hang_nor_grow() -> None:
     draw = random.Random(0)
-    good = [joined(h, 3, 1, [b"abcdef"] if isinstance(h, frames.Run | frames.Result) else []) for h in EXAMPLES.values()]
+    good = [
+        joined(h, 3, 1, [b"abcdef"] if isinstance(h, frames.Run | frames.Result) else [])
+        for h in EXAMPLES.values()
+    ]
     outcomes: dict[str, int] = {}
     reader = decoder()
     before = 0
@@ -247,7 +275,10 @@ def test_mutated_frames_neither_crash_nor_hang_nor_grow() -> None:
         try:
             found = reader.feed(data)
             outcomes["read"] = outcomes.get("read", 0) + len(found)
-            assert all(isinstance(f.header, frames.HEADERS[f.kind]) and len(f.payload) <= MOST for f in found)
+            assert all(
+                isinstance(f.header, frames.HEADERS[f.kind]) and len(f.payload) <= MOST
+                for f in found
+            )
         except FrameError as error:
             outcomes[error.why] = outcomes.get(error.why, 0) + 1
             reader = decoder()
@@ -296,10 +327,22 @@ def test_a_stage_proves_what_it_holds() -> None:
 
 
 def test_the_document_has_every_kind_field_and_code() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8").split("## Frames between stages")[1]
+    text = (
+        (Path(__file__).parents[2] / "docs" / "protocol.md")
+        .read_text(encoding="utf-8")
+        .split("## Frames between stages")[1]
+    )
     for why, sentence in frames.SENTENCES.items():
-        assert f"| `{why}` | {'session' if why in frames.SESSION_ONLY else 'connection'} | {sentence} |" in text
+        assert (
+            f"| `{why}` | {'session' if why in frames.SESSION_ONLY else 'connection'} | {sentence} |"
+            in text
+        )
     for kind, header in frames.HEADERS.items():
-        (row,) = [line for line in text.splitlines() if line.startswith(f"| {kind.name} | {int(kind)} | ")]
+        (row,) = [
+            line for line in text.splitlines() if line.startswith(f"| {kind.name} | {int(kind)} | ")
+        ]
         assert [field for field in header.__struct_fields__ if f"`{field}`" not in row] == []
-    assert "42544631 0001 06 00 1122334455667788 00000009 00000006 0000000000000005  95 03 28 05 01 00  68656c6c6f" in text
+    assert (
+        "42544631 0001 06 00 1122334455667788 00000009 00000006 0000000000000005  95 03 28 05 01 00  68656c6c6f"
+        in text
+    )

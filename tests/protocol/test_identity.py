@@ -28,9 +28,7 @@ CANONICAL = (
 )
 PUBLIC = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
 WORKER_ID = "56475aa75463474c0285df5dbf2bcab7"
-SIGNATURE = (
-    "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
-)
+SIGNATURE = "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
 DIGEST = "a91982190ab2b64c82ba10c89774c14729fe6a32673b60f9aad2f469df8081c1"
 LINEAGE = "7bda95b77b8150312da2c8fe3a0a5c5a5abf576b289338dd17a16c590c4b9257"
 ENTRY = "47d1c327e5b8de2887e2eebde5bc63df26ed5477911cf2f18f9d894a6621c96e"
@@ -48,7 +46,15 @@ def test_golden_canonical_bytes_and_signature() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1.0, "1.0"), (0.0, "0.0"), (0.1, "0.1"), (1e-5, "1e-05"), (1e-4, "0.0001"), (1e8, "100000000.0"), (1 / 3, "0.3333333333333333")],
+    [
+        (1.0, "1.0"),
+        (0.0, "0.0"),
+        (0.1, "0.1"),
+        (1e-5, "1e-05"),
+        (1e-4, "0.0001"),
+        (1e8, "100000000.0"),
+        (1 / 3, "0.3333333333333333"),
+    ],
 )
 def test_golden_floats(value: float, text: str) -> None:
     """Another implementation has to write floats so."""
@@ -65,8 +71,12 @@ def test_canonical_bytes_are_the_same_on_both_sides(loss: float) -> None:
     identity.verify(arrived, KEY.public_key)
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # some changed values are of a type that no reader lets in
-@pytest.mark.parametrize("message", [JOIN, SUBMISSION, RECEIPT, MANIFEST], ids=lambda message: type(message).__name__)
+@pytest.mark.filterwarnings(
+    "ignore:Pydantic serializer"
+)  # some changed values are of a type that no reader lets in
+@pytest.mark.parametrize(
+    "message", [JOIN, SUBMISSION, RECEIPT, MANIFEST], ids=lambda message: type(message).__name__
+)
 def test_a_change_of_any_field_breaks_the_signature(message: Signed) -> None:
     signed = KEY.sign(message)
     identity.verify(signed, KEY.public_key)
@@ -85,7 +95,9 @@ def changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else None if value is not None else 1
 
 
-@pytest.mark.parametrize("key", ["00" * 32, "ff" * 32, identity.identity_from_seed(bytes(32)).public_key])
+@pytest.mark.parametrize(
+    "key", ["00" * 32, "ff" * 32, identity.identity_from_seed(bytes(32)).public_key]
+)
 def test_another_key_does_not_fit(key: str) -> None:
     with pytest.raises(Refused):
         identity.verify(KEY.sign(SUBMISSION), key)
@@ -110,14 +122,23 @@ def test_a_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert identity.open_identity(path).public_key == first.public_key == identity.load_identity(path).public_key
+    assert (
+        identity.open_identity(path).public_key
+        == first.public_key
+        == identity.load_identity(path).public_key
+    )
     assert [file.name for file in path.parent.iterdir()] == ["worker.key"]
     assert "PRIVATE" not in repr(first) and first.public_key in repr(first)
 
 
 def test_processes_that_start_at_once_share_the_key(tmp_path: Path) -> None:
     found: list[str] = []
-    starts = [threading.Thread(target=lambda: found.append(identity.open_identity(tmp_path / "key").public_key)) for _ in range(8)]
+    starts = [
+        threading.Thread(
+            target=lambda: found.append(identity.open_identity(tmp_path / "key").public_key)
+        )
+        for _ in range(8)
+    ]
     for start in starts:
         start.start()
     for start in starts:
@@ -161,7 +182,9 @@ def test_a_chain_shows_every_change(index: int, change: str) -> None:
     elif change == "swap":
         entries[index], entries[index + 1] = entries[index + 1], entries[index]
     else:
-        entries[index] = entries[index].model_copy(update={change: getattr(entries[index + 1], change)})
+        entries[index] = entries[index].model_copy(
+            update={change: getattr(entries[index + 1], change)}
+        )
     with pytest.raises(Damaged, match="the ledger is broken"):
         ledger.require_chain(entries)
 

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from blocktrain.config import make_config
 from blocktrain.protocol import messages
-from blocktrain.protocol.messages import MAX_JSON, Message, Order, Receipt, Submission, TaskReply, read, write
+from blocktrain.protocol.messages import (
+    MAX_JSON,
+    Message,
+    Order,
+    Receipt,
+    Submission,
+    TaskReply,
+    read,
+    write,
+)
 from blocktrain.protocol.refusals import RULES, Code, Refused, Then
 from support.protocol_samples import CONFIG, JOIN, MANIFEST, MESSAGES, RECEIPT, SUBMISSION, TASK
 
@@ -28,7 +37,11 @@ def test_every_message_survives_the_wire(message: Message) -> None:
 
 
 def test_every_message_is_in_the_samples() -> None:
-    defined = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
+    defined = {
+        kind
+        for kind in vars(messages).values()
+        if isinstance(kind, type) and issubclass(kind, Message)
+    }
     inner = {"Message", "Signed", "Blob", "Corpus", "BlockVersion", "Lineage", "Held"}
     assert {kind.__name__ for kind in defined - KINDS.keys()} == inner
 
@@ -90,7 +103,8 @@ def test_noise_is_refused_and_nothing_else(noise: bytes, kind: type[Message]) ->
 
 
 Json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3),
 )
 
 
@@ -112,11 +126,15 @@ def test_messages_cannot_be_changed() -> None:
 
 def test_the_config_on_the_wire_has_the_same_fingerprint() -> None:
     arrived = read(messages.Manifest, write(MANIFEST))
-    assert make_config(dict(arrived.config)).fingerprint == arrived.fingerprint == CONFIG.fingerprint
+    assert (
+        make_config(dict(arrived.config)).fingerprint == arrived.fingerprint == CONFIG.fingerprint
+    )
 
 
 def test_the_largest_honest_requests_and_manifests_fit_the_limits() -> None:
-    version = messages.BlockVersion(block=256, version=10**6, weights=messages.Blob(sha256="0" * 64, length=1 << 40))
+    version = messages.BlockVersion(
+        block=256, version=10**6, weights=messages.Blob(sha256="0" * 64, length=1 << 40)
+    )
     assert len(write(MANIFEST.model_copy(update={"blocks": (version,) * 256}))) < MAX_JSON
     assert len(write(TASK.model_copy(update={"features": (version,) * 255}))) < MAX_JSON
     everything = messages.UploadState(task=1, have=tuple(range(1 << 16)))
@@ -132,7 +150,9 @@ def test_next_is_a_task_or_wait_by_its_kind() -> None:
 
 def test_an_order_is_a_task_without_its_lease() -> None:
     order = TASK.order
-    assert type(order) is Order and order.task == TASK.task and "ticket" not in write(order).decode()
+    assert (
+        type(order) is Order and order.task == TASK.task and "ticket" not in write(order).decode()
+    )
 
 
 def test_a_receipt_says_one_thing() -> None:
@@ -140,12 +160,16 @@ def test_a_receipt_says_one_thing() -> None:
     assert refusal_of(Receipt, body | {"code": "too_stale"}) == Code.MALFORMED
     assert refusal_of(Receipt, body | {"weight": 1.5}) == Code.MALFORMED
     assert refusal_of(Receipt, body | {"accepted": False}) == Code.MALFORMED
-    no = read(Receipt, json.dumps(body | {"accepted": False, "code": "too_stale", "weight": 0.0}).encode())
+    no = read(
+        Receipt, json.dumps(body | {"accepted": False, "code": "too_stale", "weight": 0.0}).encode()
+    )
     assert no.code is Code.TOO_STALE
 
 
 def test_an_update_is_named_by_its_task_and_payload() -> None:
-    assert SUBMISSION.update == hashlib.sha256(f"7:{SUBMISSION.payload_sha256}".encode()).hexdigest()
+    assert (
+        SUBMISSION.update == hashlib.sha256(f"7:{SUBMISSION.payload_sha256}".encode()).hexdigest()
+    )
 
 
 def test_the_chunks_of_a_submission_fit_its_length() -> None:
@@ -159,7 +183,9 @@ def test_every_code_has_a_status_and_a_sentence_that_names_the_fix() -> None:
     assert RULES.keys() == set(Code)
     for code, rule in RULES.items():
         assert 200 <= rule.status < 600 and isinstance(rule.then, Then)
-        assert ";" in rule.sentence and rule.sentence[0].islower() and not rule.sentence.endswith("."), code
+        assert (
+            ";" in rule.sentence and rule.sentence[0].islower() and not rule.sentence.endswith(".")
+        ), code
         body = messages.refusal(Refused(code, "x" * 1000))
         assert len(body.sentence) <= 500 and read(messages.Refusal, write(body)) == body
     assert len({rule.sentence for rule in RULES.values()}) == len(RULES)
@@ -172,7 +198,11 @@ def test_the_document_has_every_code_and_message() -> None:
     for kind in KINDS:
         assert kind.__name__.endswith("Facts") or f"**{kind.__name__}**" in text, kind
         if issubclass(kind, messages.Signed | messages.Order):
-            assert [name for name in kind.model_fields if f"`{name}`" not in text and f"`{name}?`" not in text] == []
+            assert [
+                name
+                for name in kind.model_fields
+                if f"`{name}`" not in text and f"`{name}?`" not in text
+            ] == []
 
 
 def test_codes_are_stable() -> None:

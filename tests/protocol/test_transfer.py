@@ -15,15 +15,25 @@ from blocktrain.protocol.transfer import MIN_CHUNK_BYTES, Plan
 
 
 @given(st.integers(0, 50_000), st.integers(MIN_CHUNK_BYTES, 8000), st.sets(st.integers(0, 60)))
-def test_what_is_there_and_what_is_missing_make_the_whole(length: int, chunk_bytes: int, have: set[int]) -> None:
+def test_what_is_there_and_what_is_missing_make_the_whole(
+    length: int, chunk_bytes: int, have: set[int]
+) -> None:
     plan = Plan(length, chunk_bytes)
     spans = [plan.span(index) for index in range(plan.chunks)]
     assert [start for start, _ in spans] == list(range(0, length, chunk_bytes))
-    assert all(end == (spans[i + 1][0] if i + 1 < len(spans) else length) for i, (_, end) in enumerate(spans))
+    assert all(
+        end == (spans[i + 1][0] if i + 1 < len(spans) else length)
+        for i, (_, end) in enumerate(spans)
+    )
     missing = plan.missing(have)
-    assert sorted(set(missing) | have & set(range(plan.chunks))) == list(range(plan.chunks)) and not set(missing) & have
+    assert (
+        sorted(set(missing) | have & set(range(plan.chunks))) == list(range(plan.chunks))
+        and not set(missing) & have
+    )
     ranges = plan.ranges(have)
-    assert sum(end - start for start, end in ranges) == sum(spans[index][1] - spans[index][0] for index in missing)
+    assert sum(end - start for start, end in ranges) == sum(
+        spans[index][1] - spans[index][0] for index in missing
+    )
     assert all(a[1] < b[0] for a, b in pairwise(ranges))
 
 
@@ -31,7 +41,9 @@ def test_what_is_there_and_what_is_missing_make_the_whole(length: int, chunk_byt
 def test_chunks_join_to_the_content(content: bytes) -> None:
     chunks = transfer.split(content, MIN_CHUNK_BYTES)
     assert b"".join(chunks) == content and all(chunks)
-    assert transfer.chunk_hashes(content, MIN_CHUNK_BYTES) == [hashlib.sha256(chunk).hexdigest() for chunk in chunks]
+    assert transfer.chunk_hashes(content, MIN_CHUNK_BYTES) == [
+        hashlib.sha256(chunk).hexdigest() for chunk in chunks
+    ]
     plan = Plan(len(content), MIN_CHUNK_BYTES)
     for index, chunk in enumerate(chunks):
         transfer.require_chunk(plan, index, chunk, transfer.sha256(chunk))
@@ -53,7 +65,10 @@ def test_a_wrong_chunk_is_refused(index: int, content: bytes, digest: str, code:
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize(("length", "chunk_bytes", "code"), [(-1, 1024, "malformed"), (1, 1, "malformed"), (1 << 40, 1024, "too_large")])
+@pytest.mark.parametrize(
+    ("length", "chunk_bytes", "code"),
+    [(-1, 1024, "malformed"), (1, 1, "malformed"), (1 << 40, 1024, "too_large")],
+)
 def test_a_plan_has_limits(length: int, chunk_bytes: int, code: str) -> None:
     with pytest.raises(Refused) as caught:
         Plan(length, chunk_bytes)

@@ -24,8 +24,12 @@ def test_a_real_update_gets_smaller_as_promised(tiny: Tiny, corpus: Corpus) -> N
     delta = real_update(tiny, corpus)
     fp32 = sum(t.nbytes for t in delta.values())
     ratio = {method: fp32 / len(codec.compress(delta, None, method)[0]) for method in METHODS}
-    assert ratio["none"] >= 1 and ratio["fp16"] >= 2 and ratio["int8"] >= 3.9 and ratio["int4"] >= 7.5, ratio
+    assert (
+        ratio["none"] >= 1 and ratio["fp16"] >= 2 and ratio["int8"] >= 3.9 and ratio["int4"] >= 7.5
+    ), ratio
     for method in METHODS:
         payload, left = codec.compress(delta, None, method)
         found = codec.decompress(payload, codec.schema_of(delta), method=method)
-        assert all(np.array_equal(found[n] + left[n] if left else found[n], delta[n]) for n in delta)
+        assert all(
+            np.array_equal(found[n] + left[n] if left else found[n], delta[n]) for n in delta
+        )

@@ -51,16 +51,34 @@ class Here:
     """A run folder that is trained by processes of their own."""
 
     def __init__(
-        self, tmp_path: Path, config: Config, corpus_folder: Path, *, task_steps: int, reference: bool = False, slots: int = 1
+        self,
+        tmp_path: Path,
+        config: Config,
+        corpus_folder: Path,
+        *,
+        task_steps: int,
+        reference: bool = False,
+        slots: int = 1,
     ) -> None:
         self.config, self.run = config, create_run(tmp_path / "run", config, str(corpus_folder))
         self.script = tmp_path / "script.py"
         self.script.write_text(SCRIPT)
-        self.arguments = [str(self.run.folder), str(task_steps), "reference" if reference else "alone", str(slots)]
+        self.arguments = [
+            str(self.run.folder),
+            str(task_steps),
+            "reference" if reference else "alone",
+            str(slots),
+        ]
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, str(self.script), *self.arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def finish(self) -> None:
         process = self.start()
@@ -70,7 +88,9 @@ class Here:
     def versions(self) -> int:
         """Tasks that were accepted up to now."""
         try:
-            return sum(entry.kind == "update" for entry in read_ledger(self.run.folder / "coordinator"))
+            return sum(
+                entry.kind == "update" for entry in read_ledger(self.run.folder / "coordinator")
+            )
         except RunError:  # there is no ledger yet
             return 0
 
@@ -79,11 +99,15 @@ class Here:
         before, deadline = self.versions(), time.monotonic() + 250
         process = self.start()
         while self.versions() < before + 2:
-            assert process.poll() is None, f"ended too early: {process.stderr.read() if process.stderr else ''}"
+            assert process.poll() is None, (
+                f"ended too early: {process.stderr.read() if process.stderr else ''}"
+            )
             assert time.monotonic() < deadline
             time.sleep(0.02)
         stop(process)
-        _, said = process.communicate(timeout=250)  # ends when the last process that holds the pipes has ended
+        _, said = process.communicate(
+            timeout=250
+        )  # ends when the last process that holds the pipes has ended
         assert not self.run.weights(1).exists()
         return process.returncode, said
 
@@ -101,7 +125,9 @@ def sha256(path: Path) -> str:
 
 
 @pytest.mark.timeout(900)  # three starts of two processes: slow where the machine is busy
-def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(
+    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=600)
     here = Here(tmp_path, config, corpus_folder, task_steps=10)
     undisturbed = Run(tmp_path / "undisturbed")
@@ -120,7 +146,9 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(corpus: C
     assert here.versions() == 60
 
 
-def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(
+    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=600)
     here = Here(tmp_path, config, corpus_folder, task_steps=600)
 
@@ -154,12 +182,18 @@ def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path
     for path in (here.run.folder / "state").rglob("pending.json"):
         path.unlink()
     warnings: list[str] = []
-    train_blocks(Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda *_: None, warnings.append)
+    train_blocks(
+        Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)),
+        lambda *_: None,
+        warnings.append,
+    )
     assert len(warnings) == 1 and "optimizer of block 1 is lost" in warnings[0]
     assert {e["block"] for e in read_events(here.run.events) if e["kind"] == "state_lost"} == {1}
 
 
-def test_a_damaged_reference_is_trained_again(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_reference_is_trained_again(
+    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=4)
     run = create_run(tmp_path / "run", config, str(corpus_folder), reference=True)
     plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path), reference=True)
@@ -173,7 +207,9 @@ def test_a_damaged_reference_is_trained_again(corpus: Corpus, corpus_folder: Pat
     assert run.weights(REFERENCE).read_bytes() == good
 
 
-def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, corpus_folder: Path, tmp_path: Path) -> None:
+def test_all_blocks_fusion_and_reference_are_trained_and_judged(
+    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+) -> None:
     config = tiny_config(blocks=3, steps=8)
     here = Here(tmp_path, config, corpus_folder, task_steps=3, reference=True, slots=3)
     here.finish()
@@ -185,14 +221,27 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, 
 
     here.finish()  # nothing is left to do
     assert here.versions() == 9
-    result = complete(Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda _: None)
-    assert set(result["valid_ce"]) == {"composed", "block_1", "block_2", "pool", "fuse", "reference"}
+    result = complete(
+        Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda _: None
+    )
+    assert set(result["valid_ce"]) == {
+        "composed",
+        "block_1",
+        "block_2",
+        "pool",
+        "fuse",
+        "reference",
+    }
     assert result["valid_ce"]["composed"] == result["valid_ce"]["fuse"]
-    assert result["gap"] == pytest.approx(result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=2e-5)
+    assert result["gap"] == pytest.approx(
+        result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=2e-5
+    )
     assert read_json(here.run.folder / "result.json") == result
     for number in (1, 2, 3):
         spent = sum(e["seconds"] for (of, _), e in done.items() if of == number)
-        assert result["seconds"][f"block-{number}"] == pytest.approx(spent, abs=0.06), "of all tasks, whatever process had them"
+        assert result["seconds"][f"block-{number}"] == pytest.approx(spent, abs=0.06), (
+            "of all tasks, whatever process had them"
+        )
 
     expected = [alone(config, index, corpus) for index in (1, 2)]
     expected.append(alone(config, 3, corpus, expected))
@@ -202,4 +251,6 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(corpus: Corpus, 
     model = load_model(here.run.folder, torch.device("cpu"))
     for block, plain in zip([*model.blocks, model.fusion], expected, strict=False):
         assert block is not None
-        assert all(torch.equal(t, plain.block.state_dict()[name]) for name, t in block.state_dict().items())
+        assert all(
+            torch.equal(t, plain.block.state_dict()[name]) for name, t in block.state_dict().items()
+        )

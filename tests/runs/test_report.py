@@ -43,7 +43,9 @@ class Page(HTMLParser):
 def _train(tmp_path: Path, preset: str | None, *, reference: bool) -> Path:
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    (corpus / "text.txt").write_text("".join(f"line {i}: {i * i % 97} foxes jump over {i % 13} dogs\n" for i in range(900)))
+    (corpus / "text.txt").write_text(
+        "".join(f"line {i}: {i * i % 97} foxes jump over {i % 13} dogs\n" for i in range(900))
+    )
     config = make_config(dict(TINY), preset=preset)
     run = create_run(tmp_path / "run", config, str(corpus))
     plan = Plan(run, config, Source(str(corpus), None, tmp_path / "cache"), reference=reference)
@@ -75,26 +77,46 @@ def _changed(original: Path, copy: Path, **result: Any) -> Path:
     for name in ("config.toml", "events.jsonl", "result.json"):
         shutil.copy(original / name, copy / name)
     content = json.loads((copy / "result.json").read_text()) | result
-    (copy / "result.json").write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    (copy / "result.json").write_text(
+        json.dumps({key: value for key, value in content.items() if value is not None})
+    )
     return copy
 
 
 def _charts(page: Page) -> list[str | None]:
     assert sum(tag == "svg" for tag, _ in page.tags) == sum(tag == "figure" for tag, _ in page.tags)
-    assert all(attrs.get("role") == "img" and attrs.get("aria-label") for tag, attrs in page.tags if tag == "svg")
+    assert all(
+        attrs.get("role") == "img" and attrs.get("aria-label")
+        for tag, attrs in page.tags
+        if tag == "svg"
+    )
     return [attrs["id"] for tag, attrs in page.tags if tag == "figure"]
 
 
 def test_fused_run_with_reference(fused: Path) -> None:
     source, page = _report(fused)
     assert _charts(page) == ["loss", "ce", "memory", "parameters"]
-    for words in ("block 1 alone", "block 2 alone", "block 3 (fusion)", "pool", "composed (fusion block)", "end-to-end reference"):
+    for words in (
+        "block 1 alone",
+        "block 2 alone",
+        "block 3 (fusion)",
+        "pool",
+        "composed (fusion block)",
+        "end-to-end reference",
+    ):
         assert words in page.text
-    assert "than a single block on average" in page.text and "than the end-to-end reference" in page.text
+    assert (
+        "than a single block on average" in page.text
+        and "than the end-to-end reference" in page.text
+    )
     ce = json.loads((fused / "result.json").read_text())["valid_ce"]["composed"]
     for number in (f"{ce:.4f}", f"{ce / math.log(2):.4f}", f"{math.exp(ce):.4f}"):
         assert f"<td>{number}</td>" in source
-    for command in ("blocktrain evaluate run", "blocktrain generate run --prompt", "blocktrain train --config run/config.toml"):
+    for command in (
+        "blocktrain evaluate run",
+        "blocktrain generate run --prompt",
+        "blocktrain train --config run/config.toml",
+    ):
         assert command in page.text
     assert "20 *" in page.text and "feature_dropout" in page.text
 
@@ -111,7 +133,9 @@ def test_paper_run_without_reference(paper: Path) -> None:
 @pytest.mark.parametrize("kind", ["fused", "paper"])
 def test_needs_no_network_and_is_valid(kind: str, request: pytest.FixtureRequest) -> None:
     source, page = _report(request.getfixturevalue(kind))
-    assert not {"script", "link", "iframe", "img", "image", "object", "embed", "base"} & {tag for tag, _ in page.tags}
+    assert not {"script", "link", "iframe", "img", "image", "object", "embed", "base"} & {
+        tag for tag, _ in page.tags
+    }
     for _, attrs in page.tags:
         for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
             assert (attrs.get(name) or "#").startswith("#")
@@ -119,7 +143,9 @@ def test_needs_no_network_and_is_valid(kind: str, request: pytest.FixtureRequest
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", source))
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
-    assert not re.search(r"#0[1-5]0[1-5]0[1-6]\b", source)  # every placeholder has become a variable
+    assert not re.search(
+        r"#0[1-5]0[1-5]0[1-6]\b", source
+    )  # every placeholder has become a variable
 
 
 def test_same_run_same_bytes(fused: Path) -> None:
@@ -128,8 +154,18 @@ def test_same_run_same_bytes(fused: Path) -> None:
 
 def test_text_is_escaped(fused: Path, tmp_path: Path) -> None:
     evil = "<script>alert('&')</script>"
-    sample = {"prompt": f"{evil}\n", "text": f"</pre>{evil}\x00\x1b\ud800 $name", "temperature": "<i>"}
-    folder = _changed(fused, tmp_path / "<b>run", sample=sample, corpus={"name": evil}, valid_ce={"composed": 1.0, evil: 2.0})
+    sample = {
+        "prompt": f"{evil}\n",
+        "text": f"</pre>{evil}\x00\x1b\ud800 $name",
+        "temperature": "<i>",
+    }
+    folder = _changed(
+        fused,
+        tmp_path / "<b>run",
+        sample=sample,
+        corpus={"name": evil},
+        valid_ce={"composed": 1.0, evil: 2.0},
+    )
     source, page = _report(folder)
     assert not {"script", "i", "b"} & {tag for tag, _ in page.tags}
     assert source.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") >= 3
@@ -137,7 +173,9 @@ def test_text_is_escaped(fused: Path, tmp_path: Path) -> None:
 
 
 def test_old_and_sparse_results(fused: Path, tmp_path: Path) -> None:
-    sparse = dict.fromkeys(("gap", "corpus", "parameters", "pool_weights", "seconds", "peak_mb", "sample", "ranges"))
+    sparse = dict.fromkeys(
+        ("gap", "corpus", "parameters", "pool_weights", "seconds", "peak_mb", "sample", "ranges")
+    )
     folder = _changed(fused, tmp_path / "sparse", **sparse, valid_ce={"composed": 1.5})
     (folder / "events.jsonl").unlink()
     _, page = _report(folder)
@@ -154,7 +192,11 @@ def test_old_and_sparse_results(fused: Path, tmp_path: Path) -> None:
 
 
 def test_diverged_run(fused: Path, tmp_path: Path) -> None:
-    folder = _changed(fused, tmp_path / "diverged", valid_ce={"composed": math.nan, "block_1": math.inf, "block_2": 900.0, "block_3": 50.0})
+    folder = _changed(
+        fused,
+        tmp_path / "diverged",
+        valid_ce={"composed": math.nan, "block_1": math.inf, "block_2": 900.0, "block_3": 50.0},
+    )
     log = EventLog(folder / "events.jsonl")
     log.write("step", block=1, step=21, loss=math.nan)
     log.write("step", block=2, step=21, loss=0.0)
@@ -171,11 +213,17 @@ def test_resumed_block_repeats_steps(fused: Path, tmp_path: Path) -> None:
     log.close()
     source, page = _report(folder)
     assert "loss" in _charts(page)
-    assert "<td>1.2500</td>" in source  # the last word counts, though an earlier line has a later step
+    assert (
+        "<td>1.2500</td>" in source
+    )  # the last word counts, though an earlier line has a later step
 
 
 def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
-    folder = _changed(paper, tmp_path / "many", valid_ce={"composed": 1.0} | {f"euler_{n}": 2 - n / 64 for n in range(1, 65)})
+    folder = _changed(
+        paper,
+        tmp_path / "many",
+        valid_ce={"composed": 1.0} | {f"euler_{n}": 2 - n / 64 for n in range(1, 65)},
+    )
     _, config, data, reference = open_run(folder)
     (folder / "config.toml").unlink()
     create = create_run(tmp_path / "larger", config.replace(blocks=64), data, reference=reference)
@@ -186,7 +234,9 @@ def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
     assert all(f"path after block {n}" in page.text for n in range(1, 65))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"valid_ce": 3}', '{"valid_ce": {"composed": "low"}}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"valid_ce": 3}', '{"valid_ce": {"composed": "low"}}']
+)
 def test_damaged_result_is_a_sentence(fused: Path, tmp_path: Path, content: str) -> None:
     folder = _changed(fused, tmp_path / "damaged")
     (folder / "result.json").write_text(content)

@@ -14,7 +14,17 @@ from blocktrain.config import make_config, read_settings
 from blocktrain.errors import BlockTrainError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.protocol.events import EventLog, read_events
-from blocktrain.runs.folder import Run, create_run, load_block, load_model, open_run, publish, read_json, seal, write_json
+from blocktrain.runs.folder import (
+    Run,
+    create_run,
+    load_block,
+    load_model,
+    open_run,
+    publish,
+    read_json,
+    seal,
+    write_json,
+)
 from conftest import random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -41,14 +51,19 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_what_is_written_is_what_is_read(finished: Path) -> None:
     run, config, data, reference = open_run(finished)
     assert (run.folder, config, data, reference) == (finished, MODEL.config, "stdlib", False)
-    settings, told = read_settings(finished / "config.toml")  # which --config of another run may name
+    settings, told = read_settings(
+        finished / "config.toml"
+    )  # which --config of another run may name
     assert make_config(settings) == config and told["data"] == "stdlib"
     model = load_model(finished, CPU)
     assert model.config == MODEL.config
     assert model.pool_weights is not None and model.pool_weights.tolist() == [0.75]
     text = torch.arange(16)[None]
     assert torch.equal(model.scorer()(text, 0), MODEL.scorer()(text, 0))
-    assert json.loads((finished / "model" / "config.json").read_text())["fingerprint"] == MODEL.config.fingerprint
+    assert (
+        json.loads((finished / "model" / "config.json").read_text())["fingerprint"]
+        == MODEL.config.fingerprint
+    )
 
 
 def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
@@ -103,7 +118,10 @@ def foreign(folder: Path) -> None:
         (flip_a_byte, "block-1.safetensors is damaged or foreign: its hash"),
         (swap_blocks, "block-1.safetensors is damaged or foreign: its hash"),
         (lose_a_block, "block-2.safetensors is missing"),
-        (change("format", "blocktrain-model-1"), r"format this version reads \(blocktrain-model-2\)"),
+        (
+            change("format", "blocktrain-model-1"),
+            r"format this version reads \(blocktrain-model-2\)",
+        ),
         (change("files", None), "not a BlockTrain model"),
         (change("settings", {"blocks": 0}), "blocks: "),
         (change("settings", {**MODEL.config.model_dump(), "width": 32}), "was changed"),
@@ -115,7 +133,9 @@ def foreign(folder: Path) -> None:
         (foreign, "it is not a run folder"),
     ],
 )
-def test_a_model_that_is_not_what_it_should_be(damage: Callable[[Path], None], sentence: str, folder: Path) -> None:
+def test_a_model_that_is_not_what_it_should_be(
+    damage: Callable[[Path], None], sentence: str, folder: Path
+) -> None:
     damage(folder)
     with pytest.raises(BlockTrainError, match=sentence) as refused:
         load_model(folder, CPU)

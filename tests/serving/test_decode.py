@@ -38,12 +38,16 @@ small = st.binary(max_size=12).map(lambda b: bytes(x % 3 for x in b))
 
 @given(small, small)
 def test_common_counts_leading_bytes(a: bytes, b: bytes) -> None:
-    expected = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+    expected = len(
+        list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    )
     assert common(a, b) == common(b, a) == expected
 
 
 @given(small, st.integers(0, 3))
-def test_a_sweep_commits_what_was_right_and_one_more_byte_of_the_model(draft: bytes, seed: int) -> None:
+def test_a_sweep_commits_what_was_right_and_one_more_byte_of_the_model(
+    draft: bytes, seed: int
+) -> None:
     def model(before: bytes) -> int:  # any function of the text before
         return (sum(before) + len(before) + seed) % 3
 
@@ -62,12 +66,19 @@ def test_no_more_is_picked_than_is_committed() -> None:
 
 
 @given(
-    st.binary(max_size=40).map(lambda b: bytes(97 + x % 2 for x in b)), st.lists(st.sampled_from([b"ab", b"aab", b"bbb", b"b"]), max_size=2)
+    st.binary(max_size=40).map(lambda b: bytes(97 + x % 2 for x in b)),
+    st.lists(st.sampled_from([b"ab", b"aab", b"bbb", b"b"]), max_size=2),
 )
-def test_what_is_shown_ends_before_the_first_stop_word_however_it_came(text: bytes, stop: list[bytes]) -> None:
+def test_what_is_shown_ends_before_the_first_stop_word_however_it_came(
+    text: bytes, stop: list[bytes]
+) -> None:
     ends = [text.find(word) + len(word) for word in stop if word in text]
     first = min(ends, default=None)
-    expected = text if first is None else min((text[:first].removesuffix(w) for w in stop if text[:first].endswith(w)), key=len)
+    expected = (
+        text
+        if first is None
+        else min((text[:first].removesuffix(w) for w in stop if text[:first].endswith(w)), key=len)
+    )
     for size in (1, 3, 50):
         answer = Answer(b"prompt ab", len(text) or 1, 16, stop)
         pieces = [answer.commit(text[i : i + size]) for i in range(0, len(text), size)]
@@ -75,7 +86,9 @@ def test_what_is_shown_ends_before_the_first_stop_word_however_it_came(text: byt
         if first is not None:
             assert answer.finish == "stop"
             # Of two words that end at the same byte either may be cut off.
-            assert shown in {text[:first].removesuffix(w) for w in stop if text[:first].endswith(w)}, expected
+            assert shown in {
+                text[:first].removesuffix(w) for w in stop if text[:first].endswith(w)
+            }, expected
         elif text:
             assert (answer.finish, shown) == ("length", text)
 
@@ -107,9 +120,19 @@ def test_near_ties_are_counted_once_a_position() -> None:
 @pytest.mark.parametrize("model", [FUSE, DENOISE], ids=["next", "denoise"])
 def test_the_lean_drafter_has_the_bits_of_the_plain_one(model: Model) -> None:
     with torch.inference_mode():
-        plain, lean = model.drafter(), Lean(model.config, FanBlocks(model.config, {1: model.blocks[0]}, ""))
+        plain, lean = (
+            model.drafter(),
+            Lean(model.config, FanBlocks(model.config, {1: model.blocks[0]}, "")),
+        )
         text = bytes(range(60, 60 + CONTEXT))
-        for start, end in [(0, 1), (1, 2), (2, 6), *((i, i + 1) for i in range(6, CONTEXT)), (3, 4), (4, 5)]:
+        for start, end in [
+            (0, 1),
+            (1, 2),
+            (2, 6),
+            *((i, i + 1) for i in range(6, CONTEXT)),
+            (3, 4),
+            (4, 5),
+        ]:
             expected = plain(torch.tensor([list(text[start:end])]), start)[0, -1]
             assert torch.equal(lean.read(text[start:end], start), expected)
         with pytest.raises(ValueError, match="context"):
@@ -123,7 +146,9 @@ def test_a_drafter_keeps_its_guesses_as_long_as_the_text_agrees() -> None:
         drafter, sampler = Drafter(lean, Sampler(seed=2)), Sampler(seed=2)
 
         def expected(text: bytes, count: int) -> bytes:
-            return bytes(autoregressive(FUSE.drafter(), text, count, CONTEXT, sampler, torch.device("cpu")))
+            return bytes(
+                autoregressive(FUSE.drafter(), text, count, CONTEXT, sampler, torch.device("cpu"))
+            )
 
         prompt = b"abcd"
         first = drafter.draft(prompt, 0, 6)
@@ -145,12 +170,18 @@ def test_a_block_of_the_paper_cannot_draft() -> None:
 
 def test_predicted_sweeps() -> None:
     line = Line(rtt=0.08, bits=100e6, overhead=0.001)
-    assert fan_sweep(10, line, 3 * 512, Linear(0.002), Linear(0.001, 1e-4)) == pytest.approx(0.08 + 0.001 + 0.0012288 + 0.002 + 0.002)
-    assert ring_sweep(1, line, 3, 512, Linear(0.002)) == pytest.approx(2 * (0.04 + 0.001 + 0.00004096) + 3 * 0.002 + 0.041)
+    assert fan_sweep(10, line, 3 * 512, Linear(0.002), Linear(0.001, 1e-4)) == pytest.approx(
+        0.08 + 0.001 + 0.0012288 + 0.002 + 0.002
+    )
+    assert ring_sweep(1, line, 3, 512, Linear(0.002)) == pytest.approx(
+        2 * (0.04 + 0.001 + 0.00004096) + 3 * 0.002 + 0.041
+    )
     assert expected_bytes(0.5, 3) == 1.875
     assert expected_bytes(1.0, 3) == 4
     assert exact_seconds(0.0, 0, 1.0, 0.08) == 0.08
-    assert swept_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.2 + 0.001 * (96 + 95 + 94)) / 96)
+    assert swept_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx(
+        (0.2 + 0.001 * (96 + 95 + 94)) / 96
+    )
     assert swept_seconds(1.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.1 + 0.001 * 96) / 96)
 
 
@@ -195,7 +226,11 @@ class Somebody:
 
 
 def test_the_nearest_living_holder_is_asked() -> None:
-    near, far, busy = Somebody("near", (2,), 10), Somebody("far", (2, 3), 50), Somebody("busy", (2,), 5, queue=40)
+    near, far, busy = (
+        Somebody("near", (2,), 10),
+        Somebody("far", (2, 3), 50),
+        Somebody("busy", (2,), 5, queue=40),
+    )
     assert nearest([far, near, busy], 2) is near
     assert nearest([far, near, busy], 2, avoid={"near"}) is far
     near.alive = False

@@ -19,7 +19,14 @@ import torch
 
 from blocktrain.bench.network.shaper import Link, shaped
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Model, Sampler, autoregressive, in_pieces, sweep, sweep_from_noise
+from blocktrain.learning.compose import (
+    Model,
+    Sampler,
+    autoregressive,
+    in_pieces,
+    sweep,
+    sweep_from_noise,
+)
 from blocktrain.learning.model import Cache, build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import Run, publish
@@ -40,8 +47,12 @@ MODELS = {
     "fuse": random_model(tiny_config(blocks=4, context=CONTEXT)),
     "pool": random_model(tiny_config(context=CONTEXT, compose="pool")),
     "denoise": random_model(tiny_config(context=CONTEXT, compose="pool", objective="denoise")),
-    "euler": random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6)),
-    "paper": random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", skip="edm")),
+    "euler": random_model(
+        tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6)
+    ),
+    "paper": random_model(
+        tiny_config(context=CONTEXT, compose="euler", objective="denoise", skip="edm")
+    ),
 }
 FUSE = MODELS["fuse"]
 PROMPT = bytes(range(65, 65 + 50))
@@ -79,12 +90,16 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 
 @asynccontextmanager
-async def serving(folder: Path, *held: Sequence[int], pace: Pace | None = None, **options: Any) -> AsyncIterator[tuple[Entry, list[Stage]]]:
+async def serving(
+    folder: Path, *held: Sequence[int], pace: Pace | None = None, **options: Any
+) -> AsyncIterator[tuple[Entry, list[Stage]]]:
     """An entry and a stage for each group of blocks, all gone at the end."""
     async with AsyncExitStack() as stack:
         stages = []
         for blocks in held:
-            stage = Stage(load_holding(folder, blocks, CPU, reference=options.get("reference", False)))
+            stage = Stage(
+                load_holding(folder, blocks, CPU, reference=options.get("reference", False))
+            )
             await stage.start()
             stack.push_async_callback(stage.aclose)
             stages.append(stage)
@@ -95,7 +110,9 @@ async def serving(folder: Path, *held: Sequence[int], pace: Pace | None = None, 
         yield entry, stages
 
 
-async def write(entry: Entry, count: int = 40, length: int = 10, **request: Any) -> tuple[bytes, Stats]:
+async def write(
+    entry: Entry, count: int = 40, length: int = 10, **request: Any
+) -> tuple[bytes, Stats]:
     """A whole answer, streamed."""
     text, stats = b"", None
     async for piece in entry.generate(Request(PROMPT[:length], count, **request)):
@@ -108,7 +125,9 @@ async def write(entry: Entry, count: int = 40, length: int = 10, **request: Any)
 
 def alone(model: Model, count: int = 40, length: int = 10, seed: int = 0) -> bytes:
     """What `blocktrain generate` writes."""
-    return bytes(autoregressive(model.scorer(seed=seed), PROMPT[:length], count, CONTEXT, Sampler(seed), CPU))
+    return bytes(
+        autoregressive(model.scorer(seed=seed), PROMPT[:length], count, CONTEXT, Sampler(seed), CPU)
+    )
 
 
 def reader_of(stages: Sequence[Stage]) -> Stage:
@@ -120,13 +139,24 @@ def reader_of(stages: Sequence[Stage]) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("name", "held"), [("fuse", ()), ("fuse", ((2, 3),)), ("fuse", ((2,), (3,), (1, 3))), ("pool", ((2,), (3,))), ("denoise", ((2, 3),))]
+    ("name", "held"),
+    [
+        ("fuse", ()),
+        ("fuse", ((2, 3),)),
+        ("fuse", ((2,), (3,), (1, 3))),
+        ("pool", ((2,), (3,))),
+        ("denoise", ((2, 3),)),
+    ],
 )
 @in_a_loop
-async def test_one_host_or_many_write_what_generate_writes(runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]) -> None:
+async def test_one_host_or_many_write_what_generate_writes(
+    runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]
+) -> None:
     model = MODELS[name]
     async with serving(runs[name], *held) as (entry, stages):
-        assert entry.status()["model"]["local_blocks"] == [n for n in (1, 2, 3) if n == 1 or not any(n in h for h in held)]
+        assert entry.status()["model"]["local_blocks"] == [
+            n for n in (1, 2, 3) if n == 1 or not any(n in h for h in held)
+        ]
         for length, count in [(1, 20), (50, 12)]:
             expected = alone(model, count, length, seed=3)
             for mode in ("autoregressive", "exact"):
@@ -138,8 +168,19 @@ async def test_one_host_or_many_write_what_generate_writes(runs: dict[str, Path]
                 assert mode == "exact" or stats.sweeps == count
                 assert mode != "exact" or len(text) == stats.accepted + stats.sweeps
             for sweeps in (1, 3):
-                asked = (model.scorer(), model.drafter(), PROMPT[:length], count, CONTEXT, Sampler(3), sweeps, CPU)
-                assert (await write(entry, count, length, mode="sweep", sweeps=sweeps, seed=3))[0] == bytes(sweep(*asked))
+                asked = (
+                    model.scorer(),
+                    model.drafter(),
+                    PROMPT[:length],
+                    count,
+                    CONTEXT,
+                    Sampler(3),
+                    sweeps,
+                    CPU,
+                )
+                assert (await write(entry, count, length, mode="sweep", sweeps=sweeps, seed=3))[
+                    0
+                ] == bytes(sweep(*asked))
         await happening(lambda: not any(stage.sessions for stage in stages))
 
 
@@ -164,21 +205,30 @@ async def test_temperature_top_p_stop_and_lengths(runs: dict[str, Path]) -> None
         sampler = Sampler(2, 0.7, 0.8)
         expected = bytes(autoregressive(FUSE.scorer(), PROMPT[:4], 20, CONTEXT, sampler, CPU))
         assert (await write(entry, 20, 4, seed=2, temperature=0.7, top_p=0.8))[0] == expected
-        pieces = [p async for p in entry.generate(Request(PROMPT[:4], 20, seed=2, temperature=0.7, top_p=0.8, stop=(expected[7:10],)))]
+        pieces = [
+            p
+            async for p in entry.generate(
+                Request(PROMPT[:4], 20, seed=2, temperature=0.7, top_p=0.8, stop=(expected[7:10],))
+            )
+        ]
         end = expected.index(expected[7:10])
         assert (b"".join(p.text for p in pieces), pieces[-1].finish) == (expected[:end], "stop")
         assert (await write(entry, 1, 4, seed=2))[0] == alone(FUSE, 1, 4, seed=2)
         nothing = [p async for p in entry.generate(Request(b"x", 0))]
         assert [(p.text, p.finish) for p in nothing] == [(b"", "length")]
         empty = [p.text async for p in entry.generate(Request(b"", 3))]
-        assert b"".join(empty) == bytes(autoregressive(FUSE.scorer(), b"\n", 3, CONTEXT, Sampler(), CPU))
+        assert b"".join(empty) == bytes(
+            autoregressive(FUSE.scorer(), b"\n", 3, CONTEXT, Sampler(), CPU)
+        )
 
 
 @in_a_loop
 async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]) -> None:
     async with serving(runs["fuse"], (2,), (3,)) as (entry, stages):
         modes = ["exact", "autoregressive"] * 4
-        found = await asyncio.gather(*(write(entry, 14, seed=seed, mode=mode) for seed, mode in enumerate(modes)))
+        found = await asyncio.gather(
+            *(write(entry, 14, seed=seed, mode=mode) for seed, mode in enumerate(modes))
+        )
         for seed, (text, _) in enumerate(found):
             assert text == alone(FUSE, 14, seed=seed)
         assert entry.status()["sessions"] == 0
@@ -187,8 +237,14 @@ async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]
 
 @in_a_loop
 async def test_half_precision_on_the_wire_is_smaller_and_as_long(runs: dict[str, Path]) -> None:
-    async with serving(runs["fuse"], (2, 3), wire="fp16") as (entry, _), serving(runs["fuse"], (2, 3)) as (plain, _):
-        half, whole = await write(entry, mode="autoregressive"), await write(plain, mode="autoregressive")
+    async with (
+        serving(runs["fuse"], (2, 3), wire="fp16") as (entry, _),
+        serving(runs["fuse"], (2, 3)) as (plain, _),
+    ):
+        half, whole = (
+            await write(entry, mode="autoregressive"),
+            await write(plain, mode="autoregressive"),
+        )
         assert len(half[0]) == 40
         assert half[1].wire_bytes < 0.8 * whole[1].wire_bytes
 
@@ -214,7 +270,10 @@ async def test_closing_an_answer_frees_its_sessions(runs: dict[str, Path]) -> No
 async def test_the_first_byte_takes_one_round_trip(runs: dict[str, Path]) -> None:
     async with serving(runs["fuse"], (2,), (3,)) as (_, stages), AsyncExitStack() as stack:
         ports = [int(stage.address.rpartition(":")[2]) for stage in stages]
-        links = [stack.enter_context(shaped("127.0.0.1", port, Link(rtt_ms=1000), apart=False)) for port in ports]
+        links = [
+            stack.enter_context(shaped("127.0.0.1", port, Link(rtt_ms=1000), apart=False))
+            for port in ports
+        ]
         entry = Entry(runs["fuse"], [f"127.0.0.1:{link.port}" for link in links])
         entry.pace = Drafting(4)
         await entry.start(60)
@@ -249,7 +308,9 @@ async def interrupted(
 
 @pytest.mark.parametrize("mode", ["exact", "autoregressive", "sweep"])
 @in_a_loop
-async def test_another_holder_takes_over_and_the_text_is_the_same(runs: dict[str, Path], mode: str) -> None:
+async def test_another_holder_takes_over_and_the_text_is_the_same(
+    runs: dict[str, Path], mode: str
+) -> None:
     async with serving(runs["fuse"], (2, 3), (2, 3), pace=Drafting(3)) as (entry, stages):
         expected = (await write(entry, 40, mode=mode))[0]
         assert mode == "sweep" or expected == alone(FUSE)
@@ -272,7 +333,9 @@ def serve_stage(folder: Path, blocks: Sequence[int], said: Connection) -> None:
 @asynccontextmanager
 async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Entry]:
     """An entry with two holders, of which the one that is named is nearer."""
-    with shaped("127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False) as link:
+    with shaped(
+        "127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False
+    ) as link:
         entry = Entry(folder, [near, f"127.0.0.1:{link.port}"])
         entry.pace = Drafting(5)
         await entry.start(60)
@@ -285,11 +348,16 @@ async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Ent
 @in_a_loop
 async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) -> None:
     ours, theirs = multiprocessing.Pipe()
-    killed = multiprocessing.get_context("spawn").Process(target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True)
+    killed = multiprocessing.get_context("spawn").Process(
+        target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True
+    )
     killed.start()
     try:
         near = await asyncio.to_thread(ours.recv)
-        async with serving(runs["fuse"], (2, 3)) as (_, (far,)), near_and_far(runs["fuse"], near, far) as entry:
+        async with (
+            serving(runs["fuse"], (2, 3)) as (_, (far,)),
+            near_and_far(runs["fuse"], near, far) as entry,
+        ):
 
             async def kill() -> None:
                 assert far.sessions == 0
@@ -325,22 +393,35 @@ def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
     def scorer(ids: torch.Tensor, start: int) -> torch.Tensor:
         known[:] = known[:start] + ids[0].tolist()
         tokens = torch.tensor([known])
-        features = torch.stack([model.features(n, tokens, Cache(model.blocks[n - 1], 1)) for n in (1, 2, 3)])
+        features = torch.stack(
+            [model.features(n, tokens, Cache(model.blocks[n - 1], 1)) for n in (1, 2, 3)]
+        )
         kept = torch.tensor([[float(n != missing)] for n in (1, 2, 3)])
         assert model.fusion is not None
-        return in_pieces(partial(_fused, model, tokens, features, kept, Cache(model.fusion, 1)), tokens.shape[1])[:, start:]
+        return in_pieces(
+            partial(_fused, model, tokens, features, kept, Cache(model.fusion, 1)), tokens.shape[1]
+        )[:, start:]
 
     known: list[int] = []
     return bytes(autoregressive(scorer, PROMPT[:10], count, CONTEXT, Sampler(seed), CPU))
 
 
-def _fused(model: Model, tokens: torch.Tensor, features: torch.Tensor, kept: torch.Tensor, cache: Cache, part: slice) -> torch.Tensor:
+def _fused(
+    model: Model,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    kept: torch.Tensor,
+    cache: Cache,
+    part: slice,
+) -> torch.Tensor:
     assert model.fusion is not None
     return model.fusion.fuse(tokens[:, part], features[:, :, part], kept, cache)
 
 
 @in_a_loop
-async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_again(runs: dict[str, Path]) -> None:
+async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_again(
+    runs: dict[str, Path],
+) -> None:
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         port = int(stages[1].address.rpartition(":")[2])
         text, stats = await interrupted(entry, 8, stages[1].aclose, 30)
@@ -368,7 +449,9 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
 
 
 @in_a_loop
-async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fan, "GRACE_SECONDS", 60.0)
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
 
@@ -391,7 +474,9 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
     monkeypatch.setattr(route, "GHOST_SECONDS", 600.0)
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="block 3"):
-            await asyncio.wait_for(interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60)
+            await asyncio.wait_for(
+                interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60
+            )
         monkeypatch.undo()
         text, stats = await write(entry, 5)
         assert (len(text), stats.degraded) == (5, (3,))
@@ -400,11 +485,17 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("fuse", {}), ("fuse", {"mode": "autoregressive"}), ("euler", {"mode": "sweep", "draft": "none"})],
+    [
+        ("fuse", {}),
+        ("fuse", {"mode": "autoregressive"}),
+        ("euler", {"mode": "sweep", "draft": "none"}),
+    ],
     ids=["exact", "autoregressive", "from noise"],
 )
 @in_a_loop
-async def test_an_answer_that_takes_longer_than_its_deadline_fails(runs: dict[str, Path], name: str, asked: dict[str, Any]) -> None:
+async def test_an_answer_that_takes_longer_than_its_deadline_fails(
+    runs: dict[str, Path], name: str, asked: dict[str, Any]
+) -> None:
     async with serving(runs[name], (1, 2, 3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="not complete after"):
             await write(entry, 100_000, deadline=0.3, **asked)
@@ -420,7 +511,9 @@ def mute(stage: Stage) -> None:
 
 
 @in_a_loop
-async def test_a_stage_that_hangs_is_left_for_another_holder(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stage_that_hangs_is_left_for_another_holder(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fan, "HANG_SECONDS", 5.0)
     async with serving(runs["fuse"], (2, 3), (2, 3)) as (entry, stages):
 
@@ -430,11 +523,17 @@ async def test_a_stage_that_hangs_is_left_for_another_holder(runs: dict[str, Pat
         text, stats = await interrupted(entry, 8, hang, 24)
         assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
         text, stats = await write(entry, 24)
-        assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 0, ())  # others need not find out for themselves
+        assert (text, stats.failovers, stats.degraded) == (
+            alone(FUSE, 24),
+            0,
+            (),
+        )  # others need not find out for themselves
 
 
 @in_a_loop
-async def test_a_stage_of_another_run_or_key_is_an_error_at_the_start(runs: dict[str, Path]) -> None:
+async def test_a_stage_of_another_run_or_key_is_an_error_at_the_start(
+    runs: dict[str, Path],
+) -> None:
     async with serving(runs["fuse"], (2,)) as (_, stages):
         for folder, key in ((runs["pool"], b""), (runs["fuse"], b"another key of 16")):
             entry = Entry(folder, [stages[0].address], key=key)
@@ -464,17 +563,34 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
 # -- rings
 
 
-@pytest.mark.parametrize(("name", "held"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))])
+@pytest.mark.parametrize(
+    ("name", "held"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))]
+)
 @in_a_loop
-async def test_the_paper_s_path_is_the_same_as_a_ring(runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]) -> None:
+async def test_the_paper_s_path_is_the_same_as_a_ring(
+    runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]
+) -> None:
     model = MODELS[name]
     async with serving(runs[name], *held) as (entry, stages):
-        assert (await write(entry, 12, mode="autoregressive", seed=2))[0] == alone(model, 12, seed=2)
+        assert (await write(entry, 12, mode="autoregressive", seed=2))[0] == alone(
+            model, 12, seed=2
+        )
         with pytest.raises(ConfigError, match="exact"):
             await write(entry, mode="exact")
         if name == "euler":
-            asked = (model.scorer(seed=1), model.drafter(), PROMPT[:10], 9, CONTEXT, Sampler(1), 2, CPU)
-            assert (await write(entry, 9, mode="sweep", sweeps=2, seed=1))[0] == bytes(sweep(*asked))
+            asked = (
+                model.scorer(seed=1),
+                model.drafter(),
+                PROMPT[:10],
+                9,
+                CONTEXT,
+                Sampler(1),
+                2,
+                CPU,
+            )
+            assert (await write(entry, 9, mode="sweep", sweeps=2, seed=1))[0] == bytes(
+                sweep(*asked)
+            )
             expected = bytes(sweep_from_noise(model, PROMPT[:10], 9, Sampler(1), 2))
             text, stats = await write(entry, 9, mode="sweep", draft="none", sweeps=2, seed=1)
             assert (text, stats.sweeps) == (expected, 4)
@@ -486,8 +602,13 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(runs: dict[str, Path], nam
 
 @pytest.mark.parametrize("held", [(), ((1, 2), (3, 4))])
 @in_a_loop
-async def test_the_reference_is_served_by_layers(runs: dict[str, Path], held: Sequence[Sequence[int]]) -> None:
-    async with serving(runs["fuse"], *held, reference=True) as (entry, _), serving(runs["fuse"], reference=True) as (local, _):
+async def test_the_reference_is_served_by_layers(
+    runs: dict[str, Path], held: Sequence[Sequence[int]]
+) -> None:
+    async with (
+        serving(runs["fuse"], *held, reference=True) as (entry, _),
+        serving(runs["fuse"], reference=True) as (local, _),
+    ):
         text, stats = await write(entry, 24, mode="autoregressive", seed=1)
         assert text == (await write(local, 24, mode="autoregressive", seed=1))[0]
         assert stats.sweeps == 24
@@ -496,7 +617,9 @@ async def test_the_reference_is_served_by_layers(runs: dict[str, Path], held: Se
 
 
 @in_a_loop
-async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(runs: dict[str, Path]) -> None:
+async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(
+    runs: dict[str, Path],
+) -> None:
     async with serving(runs["euler"], (1,), (2, 3)) as (entry, stages):
         port = int(stages[1].address.rpartition(":")[2])
         with pytest.raises(AnswerFailed, match="ring"):

@@ -24,14 +24,32 @@ from blocktrain.errors import ConfigError, IdentityError, RunError
 from blocktrain.learning.compose import LocalStage, Model
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Run
-from blocktrain.serving.holding import EulerSteps, FanBlocks, ReferenceLayers, load_holding, parse_blocks
+from blocktrain.serving.holding import (
+    EulerSteps,
+    FanBlocks,
+    ReferenceLayers,
+    load_holding,
+    parse_blocks,
+)
 from blocktrain.serving.line.address import format_address, is_loopback, parse_address, read_key
 from blocktrain.serving.line.lines import Access, StageLine, StageLost, StageRefused
 from blocktrain.serving.line.pulse import IDLE_TICKS, SILENCE, TICK, Pulse
 from blocktrain.serving.stage.stage import Guard, Stage
 from conftest import random_model, tiny_config
 from support.command import blocktrain, start
-from support.stage_world import KEY, Slow, Wire, fan_of, ids_of, in_loop, line_to, mutated, run_folder, serving, text_of
+from support.stage_world import (
+    KEY,
+    Slow,
+    Wire,
+    fan_of,
+    ids_of,
+    in_loop,
+    line_to,
+    mutated,
+    run_folder,
+    serving,
+    text_of,
+)
 from support.waiting import happening
 
 Started = tuple[subprocess.Popen[str], dict[str, Any]]
@@ -209,7 +227,16 @@ async def test_nobody_at_home_is_told_in_time() -> None:
 async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine]:
     """A line to somebody who says this when it is asked, one after the other, and hangs up."""
     facts = fan_of(MODEL_4, 1).facts
-    held = frames.Welcome(bytes(32), facts.kind, facts.blocks, facts.width, facts.context, facts.z_width, facts.fingerprint, facts.model)
+    held = frames.Welcome(
+        bytes(32),
+        facts.kind,
+        facts.blocks,
+        facts.width,
+        facts.context,
+        facts.z_width,
+        facts.fingerprint,
+        facts.model,
+    )
 
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"".join(frames.encode(frames.Challenge(bytes(32)))))
@@ -227,7 +254,9 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
                         writer.close()
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
-    line = StageLine(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(CONFIG.fingerprint, KEY))
+    line = StageLine(
+        f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(CONFIG.fingerprint, KEY)
+    )
     try:
         await line.ready()
         yield line
@@ -236,18 +265,29 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
         server.close()
 
 
-def answered(payload: bytes = bytes(2 * 16 * 4), blocks: tuple[int, ...] = (1,), width: int = 16, count: int = 2) -> bytes:
+def answered(
+    payload: bytes = bytes(2 * 16 * 4),
+    blocks: tuple[int, ...] = (1,),
+    width: int = 16,
+    count: int = 2,
+) -> bytes:
     """OPENED and RESULT."""
     result = frames.encode(frames.Result(0, 0, count, 0, 0), 1, 1, [payload])
     return b"".join([*frames.encode(frames.Opened(blocks, width), 1), *result])
 
 
-ENDLESS = frames.PREFIX.pack(frames.MAGIC, frames.PROTOCOL, frames.Kind.RESULT, 0, 1, 1, 6, 1 << 38) + b"\x95\0\0\2\0\0"
+ENDLESS = (
+    frames.PREFIX.pack(frames.MAGIC, frames.PROTOCOL, frames.Kind.RESULT, 0, 1, 1, 6, 1 << 38)
+    + b"\x95\0\0\2\0\0"
+)
 LIES: dict[str, Sequence[bytes]] = {
     "more blocks": [answered(blocks=(1, 2))],
     "no blocks": [answered(blocks=())],
     "another width": [answered(width=256)],
-    "room for what never comes": [b"".join(frames.encode(frames.Opened((1,), 1 << 31), 1)), ENDLESS],
+    "room for what never comes": [
+        b"".join(frames.encode(frames.Opened((1,), 1 << 31), 1)),
+        ENDLESS,
+    ],
     "fewer bytes": [answered(bytes(64))],
     "fewer positions": [answered(count=1)],
     "more than there can be": [answered(bytes(1 << 16))],
@@ -290,9 +330,13 @@ async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
     await line.ready()
     await line.open(1)
     with torch.no_grad():
-        assert torch.equal((await line.run(1, 0, 0, TEXT))[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0])
+        assert torch.equal(
+            (await line.run(1, 0, 0, TEXT))[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0]
+        )
     await line.aclose()
-    stranger = StageLine(stage.address, Access(CONFIG.fingerprint, KEY, tls=ssl.create_default_context()))
+    stranger = StageLine(
+        stage.address, Access(CONFIG.fingerprint, KEY, tls=ssl.create_default_context())
+    )
     with pytest.raises(StageRefused, match="--ca"):
         await stranger.ready()
     await stranger.aclose()
@@ -309,9 +353,13 @@ def test_it_works_on_the_other_event_loop_too() -> None:
     async def ask() -> None:
         async with serving(fan_of(MODEL_4, 1)) as stage, line_to(stage) as line:
             await line.open(1)
-            found = await asyncio.gather(*(line.run(1, 0, i, TEXT[i : i + 4]) for i in range(0, 32, 4)))
+            found = await asyncio.gather(
+                *(line.run(1, 0, i, TEXT[i : i + 4]) for i in range(0, 32, 4))
+            )
             with torch.no_grad():
-                assert torch.equal(torch.cat(found, dim=1)[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0])
+                assert torch.equal(
+                    torch.cat(found, dim=1)[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0]
+                )
             assert line.rtt_ms > 0
             await line.close(1)
             await happening(lambda: stage.sessions == 0)
@@ -366,9 +414,14 @@ def test_what_cannot_be_served_is_told_with_the_fix(folder: Path, tmp_path: Path
 def test_the_reference_is_held_in_groups_of_layers(folder: Path) -> None:
     middle = load_holding(folder, (2, 3), CPU, reference=True)
     assert isinstance(middle, ReferenceLayers)
-    assert len(middle.block.layers) == 2 and middle.state_width == 16 and middle.answer_width() == 16
+    assert (
+        len(middle.block.layers) == 2 and middle.state_width == 16 and middle.answer_width() == 16
+    )
     assert load_holding(folder, (), CPU, reference=True).answer_width() == 256
-    assert middle.facts.kind == "reference" and middle.facts.model != load_holding(folder, (1,), CPU).facts.model
+    assert (
+        middle.facts.kind == "reference"
+        and middle.facts.model != load_holding(folder, (1,), CPU).facts.model
+    )
 
 
 def test_the_paper_is_held_as_steps(tmp_path: Path) -> None:
@@ -381,7 +434,12 @@ def test_the_paper_is_held_as_steps(tmp_path: Path) -> None:
 def test_addresses_and_keys(tmp_path: Path) -> None:
     assert parse_address("[::1]:80") == ("::1", 80) and format_address("::1", 80) == "[::1]:80"
     assert format_address(*parse_address("host:1")) == "host:1"
-    assert is_loopback("127.0.0.9") and is_loopback("localhost") and not is_loopback("10.0.0.1") and not is_loopback("host")
+    assert (
+        is_loopback("127.0.0.9")
+        and is_loopback("localhost")
+        and not is_loopback("10.0.0.1")
+        and not is_loopback("host")
+    )
     key = tmp_path / "key"
     with pytest.raises(IdentityError, match="cannot read"):
         read_key(key)
@@ -403,7 +461,18 @@ def test_addresses_and_keys(tmp_path: Path) -> None:
 def process(folder: Path, tmp_path: Path) -> Iterator[Started]:
     (tmp_path / "key").write_bytes(KEY)
     (tmp_path / "key").chmod(0o600)
-    started = start("stage", str(folder), "--blocks", "2-3", "--listen", "127.0.0.1:0", "--key", "key", "--json", cwd=tmp_path)
+    started = start(
+        "stage",
+        str(folder),
+        "--blocks",
+        "2-3",
+        "--listen",
+        "127.0.0.1:0",
+        "--key",
+        "key",
+        "--json",
+        cwd=tmp_path,
+    )
     assert started.stdout is not None
     yield started, json.loads(started.stdout.readline())
     started.kill()
@@ -412,7 +481,11 @@ def process(folder: Path, tmp_path: Path) -> Iterator[Started]:
 
 def test_a_stage_in_a_process_of_its_own(process: Started) -> None:
     started, said = process
-    assert said["blocks"] == [2, 3] and said["kind"] == "blocks" and said["fingerprint"] == CONFIG.fingerprint
+    assert (
+        said["blocks"] == [2, 3]
+        and said["kind"] == "blocks"
+        and said["fingerprint"] == CONFIG.fingerprint
+    )
 
     async def ask() -> None:
         async with line_to(said["address"], CONFIG.fingerprint) as line:
@@ -420,14 +493,18 @@ def test_a_stage_in_a_process_of_its_own(process: Started) -> None:
             found = await line.run(1, 0, 0, TEXT)
             with torch.no_grad():
                 for place, number in enumerate((2, 3)):
-                    assert torch.equal(found[place], LocalStage(MODEL_4, number)(ids_of(TEXT), 0)[0])
+                    assert torch.equal(
+                        found[place], LocalStage(MODEL_4, number)(ids_of(TEXT), 0)[0]
+                    )
             started.send_signal(signal.SIGSTOP)  # it will not answer
             waiting = line.submit(1, Run(1, 0, 32), TEXT)
             began = time.monotonic()
             started.kill()
             with pytest.raises(StageLost):
                 await waiting
-            assert time.monotonic() - began < 0.3 + 20 and not line.alive  # the rest for a busy machine
+            assert (
+                time.monotonic() - began < 0.3 + 20 and not line.alive
+            )  # the rest for a busy machine
 
     asyncio.run(ask())
 

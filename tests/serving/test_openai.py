@@ -66,10 +66,16 @@ def client(process: Process, key: str = KEY) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{process.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
-def expected(model: Model, prompt: bytes, count: int, seed: int, temperature: float = TEMPERATURE) -> str:
+def expected(
+    model: Model, prompt: bytes, count: int, seed: int, temperature: float = TEMPERATURE
+) -> str:
     """What `blocktrain generate` writes."""
     sampler = Sampler(seed, temperature)
-    written = bytes(autoregressive(model.scorer(seed=seed), prompt, count, model.config.context, sampler, model.device))
+    written = bytes(
+        autoregressive(
+            model.scorer(seed=seed), prompt, count, model.config.context, sampler, model.device
+        )
+    )
     return written.decode(errors="replace")
 
 
@@ -80,44 +86,77 @@ def test_the_model_is_listed(alone: Process) -> None:
         with pytest.raises(openai.NotFoundError, match="only 'small'"):
             api.models.retrieve("large")
         with pytest.raises(openai.NotFoundError, match="/v1/completions"):
-            api.chat.completions.create(model="small", messages=[{"role": "user", "content": "hello"}])
+            api.chat.completions.create(
+                model="small", messages=[{"role": "user", "content": "hello"}]
+            )
 
 
 @pytest.mark.parametrize("mode", ["exact", "autoregressive"])
-@pytest.mark.parametrize(("prompt", "count"), [("the ", 24), ("the ridge meets the ocean by the ", 70)])
-def test_the_text_is_that_of_generate(alone: Process, model: Model, mode: str, prompt: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("the ", 24), ("the ridge meets the ocean by the ", 70)]
+)
+def test_the_text_is_that_of_generate(
+    alone: Process, model: Model, mode: str, prompt: str, count: int
+) -> None:
     with client(alone) as api:
-        answer = api.completions.create(model="small", prompt=prompt, max_tokens=count, seed=7, temperature=0.7, extra_body={"mode": mode})
+        answer = api.completions.create(
+            model="small",
+            prompt=prompt,
+            max_tokens=count,
+            seed=7,
+            temperature=0.7,
+            extra_body={"mode": mode},
+        )
     assert answer.choices[0].text == expected(model, prompt.encode(), count, 7, 0.7)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), count)
     told = answer.model_extra["blocktrain"] if answer.model_extra else {}
-    assert told["mode"] == mode and told["seed"] == 7 and told["degraded"] == [] and told["failovers"] == 0
+    assert (
+        told["mode"] == mode
+        and told["seed"] == 7
+        and told["degraded"] == []
+        and told["failovers"] == 0
+    )
     assert 1 <= told["sweeps"] <= count
 
 
 def test_sweeps_are_those_of_generate(alone: Process, model: Model) -> None:
     sampler, context = Sampler(3, TEMPERATURE), model.config.context
-    written = bytes(sweep(model.scorer(), model.drafter(), b"the ", 24, context, sampler, 2, model.device))
+    written = bytes(
+        sweep(model.scorer(), model.drafter(), b"the ", 24, context, sampler, 2, model.device)
+    )
     extra = {"mode": "sweep", "sweeps": 2}
     with client(alone) as api:
-        answer = api.completions.create(model="small", prompt="the ", max_tokens=24, seed=3, extra_body=extra)
+        answer = api.completions.create(
+            model="small", prompt="the ", max_tokens=24, seed=3, extra_body=extra
+        )
     assert answer.choices[0].text == written.decode(errors="replace")
     assert answer.model_extra is not None and answer.model_extra["blocktrain"]["sweeps"] <= 2
 
 
 def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> None:
     with client(alone) as api:
-        asked = {"model": "small", "prompt": "the ", "max_tokens": 40, "seed": 11, "stream_options": {"include_usage": True}}
+        asked = {
+            "model": "small",
+            "prompt": "the ",
+            "max_tokens": 40,
+            "seed": 11,
+            "stream_options": {"include_usage": True},
+        }
         chunks = list(api.completions.create(stream=True, **asked))  # type: ignore[call-overload]
     *pieces, last = chunks
     assert "".join(chunk.choices[0].text for chunk in pieces) == expected(model, b"the ", 40, 11)
-    assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + [
+        "length"
+    ]
     assert last.choices == [] and last.usage.completion_tokens == 40
     told = [chunk.model_extra["blocktrain"] for chunk in pieces]
     assert [t["sweeps"] for t in told] == sorted(t["sweeps"] for t in told)
-    assert "accepted_per_sweep" not in told[0] and sum(told[-1]["accepted_per_sweep"]) == told[-1]["accepted"]
+    assert (
+        "accepted_per_sweep" not in told[0]
+        and sum(told[-1]["accepted_per_sweep"]) == told[-1]["accepted"]
+    )
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -128,7 +167,9 @@ def test_several_choices_have_following_seeds(alone: Process, model: Model) -> N
         assert [choice.text for choice in answer.choices] == wanted
         assert answer.usage is not None and answer.usage.completion_tokens == 48
         texts = ["", "", ""]
-        for chunk in api.completions.create(model="small", prompt="the ", max_tokens=16, seed=5, n=3, stream=True):
+        for chunk in api.completions.create(
+            model="small", prompt="the ", max_tokens=16, seed=5, n=3, stream=True
+        ):
             texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == wanted
 
@@ -137,7 +178,14 @@ def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> Non
     whole = expected(model, b"the ", 60, 2, 0.5)
     word = whole[9:12]
     with client(alone) as api:
-        answer = api.completions.create(model="small", prompt="the ", max_tokens=60, seed=2, temperature=0.5, stop=["\u2603", word])
+        answer = api.completions.create(
+            model="small",
+            prompt="the ",
+            max_tokens=60,
+            seed=2,
+            temperature=0.5,
+            stop=["\u2603", word],
+        )
     assert answer.choices[0].text == whole[: whole.index(word)]
     assert answer.choices[0].finish_reason == "stop"
 
@@ -146,10 +194,14 @@ def test_a_seed_is_chosen_and_told(alone: Process, model: Model) -> None:
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=12)
     assert answer.model_extra is not None
-    assert answer.choices[0].text == expected(model, b"the ", 12, answer.model_extra["blocktrain"]["seed"])
+    assert answer.choices[0].text == expected(
+        model, b"the ", 12, answer.model_extra["blocktrain"]["seed"]
+    )
 
 
-def test_a_prompt_beyond_the_context_keeps_its_tail_and_says_so(alone: Process, model: Model) -> None:
+def test_a_prompt_beyond_the_context_keeps_its_tail_and_says_so(
+    alone: Process, model: Model
+) -> None:
     prompt = "the heath leaves the delta by the inlet.\n" * 3
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt=prompt, max_tokens=20, seed=1)
@@ -198,7 +250,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_what_is_wrong_is_named(alone: Process, fields: dict[str, Any], param: str) -> None:
     with client(alone) as api, pytest.raises(openai.BadRequestError) as told:
         api.completions.create(model="small", prompt="a", extra_body=fields)
-    assert told.value.param == param and told.value.type == "invalid_request_error" and told.value.code
+    assert (
+        told.value.param == param and told.value.type == "invalid_request_error" and told.value.code
+    )
     assert param in told.value.message
 
 
@@ -212,9 +266,17 @@ def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
         "logit_bias": {},
         "suffix": None,
     }
-    harmless |= {"temperature": None, "stop": None, "stream_options": None, "frequency_penalty": 0.0, "user": "somebody"}
+    harmless |= {
+        "temperature": None,
+        "stop": None,
+        "stream_options": None,
+        "frequency_penalty": 0.0,
+        "user": "somebody",
+    }
     with client(alone) as api:
-        answer = api.completions.create(model="small", prompt="the ", max_tokens=4, extra_body=harmless)
+        answer = api.completions.create(
+            model="small", prompt="the ", max_tokens=4, extra_body=harmless
+        )
     assert len(answer.choices) == 2
 
 
@@ -233,15 +295,28 @@ def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
         ({"Content-Length": str((1 << 20) + 1)}, b"", 413, "too_large"),
     ],
 )
-def test_bodies_that_are_none(alone: Process, headers: dict[str, str], body: bytes, status: int, code: str) -> None:
-    said = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+def test_bodies_that_are_none(
+    alone: Process, headers: dict[str, str], body: bytes, status: int, code: str
+) -> None:
+    said = {
+        "Host": "127.0.0.1",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **headers,
+    }
     answer = raw(alone, said, body)
-    assert f" {status} " in answer.splitlines()[0] and json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == code
+    assert (
+        f" {status} " in answer.splitlines()[0]
+        and json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == code
+    )
 
 
 def test_a_body_without_a_length_is_refused(alone: Process) -> None:
     answer = httpx2.post(
-        f"{alone.url}/v1/completions", content=iter([b"{}"]), headers={"Content-Type": "application/json"}, timeout=PATIENCE
+        f"{alone.url}/v1/completions",
+        content=iter([b"{}"]),
+        headers={"Content-Type": "application/json"},
+        timeout=PATIENCE,
     )
     assert answer.status_code == 411
 
@@ -271,7 +346,10 @@ def test_without_a_key_nobody_gets_in(guarded: Process) -> None:
         assert httpx2.get(guarded.url + path, timeout=PATIENCE).status_code == 200
     answer = httpx2.post(f"{guarded.url}/v1/completions", json={"model": "small"}, timeout=PATIENCE)
     assert "wants an API key" in answer.json()["error"]["message"]
-    with client(guarded, "another-key-of-mine") as api, pytest.raises(openai.AuthenticationError, match="none of the API keys"):
+    with (
+        client(guarded, "another-key-of-mine") as api,
+        pytest.raises(openai.AuthenticationError, match="none of the API keys"),
+    ):
         api.completions.create(model="small", prompt="a")
     with client(guarded) as api:
         assert api.completions.create(model="small", prompt="a", max_tokens=4).choices[0].text
@@ -296,7 +374,9 @@ def test_who_hangs_up_is_not_written_for_any_more(guarded: Process) -> None:
 
 def metric(process: Process, name: str, **headers: str) -> float:
     text = httpx2.get(f"{process.url}/metrics", headers=headers, timeout=PATIENCE).text
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return sum(sample.value for sample in samples if sample.name == name)
 
 
@@ -306,42 +386,83 @@ def test_those_who_find_no_place_are_told_when_to_come_again(guarded: Process) -
             next(iter(stream))
             with pytest.raises(openai.RateLimitError, match="try again in") as told:
                 api.completions.create(model="small", prompt="a")
-            assert 1 <= int(told.value.response.headers["retry-after"]) <= 60 and told.value.code == "busy"
+            assert (
+                1 <= int(told.value.response.headers["retry-after"]) <= 60
+                and told.value.code == "busy"
+            )
         patient = api.with_options(max_retries=4)
-        assert patient.completions.create(model="small", prompt="a", max_tokens=4).choices[0].finish_reason == "length"
+        assert (
+            patient.completions.create(model="small", prompt="a", max_tokens=4)
+            .choices[0]
+            .finish_reason
+            == "length"
+        )
 
 
 def test_metrics_add_up(alone: Process) -> None:
-    names = ("text_bytes_total", "sweeps_total", "drafted_total", "accepted_total", "answers_total", "first_byte_seconds_count")
+    names = (
+        "text_bytes_total",
+        "sweeps_total",
+        "drafted_total",
+        "accepted_total",
+        "answers_total",
+        "first_byte_seconds_count",
+    )
     before = {name: metric(alone, f"blocktrain_{name}") for name in names}
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=30, seed=4, n=2)
     assert answer.model_extra is not None
     told = answer.model_extra["blocktrain"]
     gained = {name: metric(alone, f"blocktrain_{name}") - before[name] for name in names}
-    assert gained["text_bytes_total"] == 60 and gained["answers_total"] == gained["first_byte_seconds_count"] == 2
-    assert [gained[f"{name}_total"] for name in ("sweeps", "drafted", "accepted")] == [told[n] for n in ("sweeps", "drafted", "accepted")]
+    assert (
+        gained["text_bytes_total"] == 60
+        and gained["answers_total"] == gained["first_byte_seconds_count"] == 2
+    )
+    assert [gained[f"{name}_total"] for name in ("sweeps", "drafted", "accepted")] == [
+        told[n] for n in ("sweeps", "drafted", "accepted")
+    ]
 
 
 def test_three_processes_write_what_one_does(run: Path) -> None:
     """Also when one of them is killed: a block is missing then, and the answer says so, or is refused, also in the middle."""
     here = ("--listen", "127.0.0.1:0")
-    alone = blocktrain("generate", str(run), "--prompt", "the ", "--max-tokens", "50", "--seed", "9", cwd=run.parent)
+    alone = blocktrain(
+        "generate",
+        str(run),
+        "--prompt",
+        "the ",
+        "--max-tokens",
+        "50",
+        "--seed",
+        "9",
+        cwd=run.parent,
+    )
     with (
         started("stage", str(run), "--blocks", "1-2", *here, cwd=run.parent) as one,
         started("stage", str(run), "--blocks", "3", *here, cwd=run.parent) as other,
     ):
         route = f"{one.said['address']},{other.said['address']}"
-        with started("serve", str(run), "--route", route, *here, cwd=run.parent) as entry, client(entry) as api:
-            stream = api.completions.create(model="small", prompt="the ", max_tokens=50, seed=9, stream=True)
+        with (
+            started("serve", str(run), "--route", route, *here, cwd=run.parent) as entry,
+            client(entry) as api,
+        ):
+            stream = api.completions.create(
+                model="small", prompt="the ", max_tokens=50, seed=9, stream=True
+            )
             assert f"the {''.join(chunk.choices[0].text for chunk in stream)}\n" == alone.stdout
             hosts = {host["name"]: host for host in entry.status()["hosts"]}
             assert all(hosts[name]["alive"] for name in route.split(","))
             _killed(api, other)
             answer = api.completions.create(model="small", prompt="the ", max_tokens=20, seed=9)
-            assert answer.model_extra is not None and answer.model_extra["blocktrain"]["degraded"] == [3]
+            assert answer.model_extra is not None and answer.model_extra["blocktrain"][
+                "degraded"
+            ] == [3]
             assert metric(entry, "blocktrain_host_alive") == 1
-            assert httpx2.get(f"{entry.url}/healthz", timeout=PATIENCE).json() == {"ok": True, "model": "small", "missing_blocks": [3]}
+            assert httpx2.get(f"{entry.url}/healthz", timeout=PATIENCE).json() == {
+                "ok": True,
+                "model": "small",
+                "missing_blocks": [3],
+            }
             assert entry.interrupt() == 0
 
 
@@ -349,12 +470,16 @@ def _killed(api: openai.OpenAI, stage: Process) -> None:
     """In the middle of a stream, and before another answer: neither may do without its block."""
     whole = {"mode": "autoregressive", "allow_degraded": False}
     with (
-        api.completions.create(model="small", prompt="the ", max_tokens=8192, stream=True, extra_body=whole) as stream,
+        api.completions.create(
+            model="small", prompt="the ", max_tokens=8192, stream=True, extra_body=whole
+        ) as stream,
         ThreadPoolExecutor(1) as pool,
     ):
         next(iter(stream))
         stage.process.kill()
-        other = pool.submit(api.completions.create, model="small", prompt="the ", max_tokens=8192, extra_body=whole)
+        other = pool.submit(
+            api.completions.create, model="small", prompt="the ", max_tokens=8192, extra_body=whole
+        )
         with pytest.raises(openai.APIError, match="block 3"):
             list(stream)
         with pytest.raises(openai.InternalServerError, match="block 3") as told:
@@ -362,7 +487,9 @@ def _killed(api: openai.OpenAI, stage: Process) -> None:
         assert told.value.status_code == 503 and told.value.response.headers["retry-after"] == "1"
 
 
-def test_the_snippet_of_the_readme_works(alone: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_snippet_of_the_readme_works(
+    alone: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = re.search(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None
     code = found[1].replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
@@ -376,10 +503,16 @@ def test_strangers_need_keys(run: Path, tmp_path: Path) -> None:
     refused = blocktrain("serve", str(run), "--listen", "0.0.0.0:0", cwd=tmp_path)
     assert refused.returncode == 2 and "--api-keys FILE" in refused.stderr
     nothing = blocktrain("serve", str(tmp_path), cwd=tmp_path)
-    assert nothing.returncode == 2 and "not a run folder" in nothing.stderr and "Traceback" not in nothing.stderr
+    assert (
+        nothing.returncode == 2
+        and "not a run folder" in nothing.stderr
+        and "Traceback" not in nothing.stderr
+    )
 
 
-@pytest.mark.parametrize("content", ["", "# nothing\n", "short\n", "a key with a space in it\n", "ключ-ключ-ключ-ключ\n"])
+@pytest.mark.parametrize(
+    "content", ["", "# nothing\n", "short\n", "a key with a space in it\n", "ключ-ключ-ключ-ключ\n"]
+)
 def test_a_file_without_good_keys_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "keys").write_text(content)
     with pytest.raises(IdentityError, match="keys"):
@@ -389,12 +522,29 @@ def test_a_file_without_good_keys_is_refused(tmp_path: Path, content: str) -> No
 
 
 def stats(**changes: Any) -> Stats:
-    zero = {"mode": "exact", "sweeps": 0, "drafted": 0, "accepted": 0, "accepted_per_sweep": [], "wire_bytes": 0, "degraded": ()}
-    zero |= {"failovers": 0, "near_ties": 0, "prompt_bytes_cut": 0, "first_byte_ms": 0.0, "seconds": 0.0}
+    zero = {
+        "mode": "exact",
+        "sweeps": 0,
+        "drafted": 0,
+        "accepted": 0,
+        "accepted_per_sweep": [],
+        "wire_bytes": 0,
+        "degraded": (),
+    }
+    zero |= {
+        "failovers": 0,
+        "near_ties": 0,
+        "prompt_bytes_cut": 0,
+        "first_byte_ms": 0.0,
+        "seconds": 0.0,
+    }
     return Stats(**{**zero, **changes})
 
 
-@given(st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)), st.lists(st.integers(0, 40), max_size=6))
+@given(
+    st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)),
+    st.lists(st.integers(0, 40), max_size=6),
+)
 def test_characters_come_whole_however_the_bytes_are_cut(content: bytes, cuts: list[int]) -> None:
     places = sorted({min(cut, len(content)) for cut in cuts})
     parts = [content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True)]

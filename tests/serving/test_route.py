@@ -61,10 +61,16 @@ def test_those_who_told_lately_are_listed() -> None:
     assert full.value.code == Code.BUSY
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:port", "http://host:1/", "a b:1", "a:1\n", "a:1,b:2", "x" * 260 + ":1"])
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:port", "http://host:1/", "a b:1", "a:1\n", "a:1,b:2", "x" * 260 + ":1"],
+)
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(Refused) as refused:
-        read(StageNotice, StageNotice.model_construct(address=address, model=SHA).model_dump_json().encode())
+        read(
+            StageNotice,
+            StageNotice.model_construct(address=address, model=SHA).model_dump_json().encode(),
+        )
     assert refused.value.code == Code.MALFORMED
 
 
@@ -73,10 +79,14 @@ async def write(entry: Entry) -> tuple[bytes, int]:
     return b"".join(piece.text for piece in pieces), pieces[-1].stats.wire_bytes
 
 
-def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(route, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(route, "GHOST_SECONDS", 0.2)
-    expected = bytes(autoregressive(MODEL.scorer(), b"the ", 8, MODEL.config.context, Sampler(), MODEL.device))
+    expected = bytes(
+        autoregressive(MODEL.scorer(), b"the ", 8, MODEL.config.context, Sampler(), MODEL.device)
+    )
     listed: list[str] | None = []
     holding = load_holding(run, (2, 3), torch.device("cpu"))
 
@@ -108,22 +118,44 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(run: Path, monke
 
 
 def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Path) -> None:
-    with beginning(tmp_path / "run") as coordinator, running(coordinator, Listen(token=TOKEN)) as url:
+    with (
+        beginning(tmp_path / "run") as coordinator,
+        running(coordinator, Listen(token=TOKEN)) as url,
+    ):
         with closing(HttpClient(url, "another")) as stranger:
             for call in (stranger.stages, partial(stranger.tell_stage, notice())):
                 with pytest.raises(Refused, match="token"):
                     call()
         with (
-            started("stage", str(run), "--blocks", "2-3", "--announce", url, "--token", TOKEN, *HERE, cwd=tmp_path) as stage,
+            started(
+                "stage",
+                str(run),
+                "--blocks",
+                "2-3",
+                "--announce",
+                url,
+                "--token",
+                TOKEN,
+                *HERE,
+                cwd=tmp_path,
+            ) as stage,
             closing(HttpClient(url, TOKEN)) as client,
         ):
             told = notice(stage.said["address"], stage.said["model"])
             until(lambda: client.stages().stages == (told,), "its announcement")
-            with started("serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path) as entry:
+            with started(
+                "serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path
+            ) as entry:
                 (host,) = entry.status()["hosts"]
-                assert (host["name"], host["alive"], host["blocks"]) == (stage.said["address"], True, [2, 3])
+                assert (host["name"], host["alive"], host["blocks"]) == (
+                    stage.said["address"],
+                    True,
+                    [2, 3],
+                )
                 body = {"model": "small", "prompt": "the ", "max_tokens": 8}
-                answer = httpx2.post(f"{entry.url}/v1/completions", json=body, timeout=PATIENCE).json()
+                answer = httpx2.post(
+                    f"{entry.url}/v1/completions", json=body, timeout=PATIENCE
+                ).json()
                 assert answer["blocktrain"]["wire_bytes"] > 0
             assert stage.interrupt() == 0
 

@@ -33,7 +33,13 @@ def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(a_model(corpus), tmp_path_factory.mktemp("limits") / "small")
 
 
-def serving(run: Path, scenario: Scenario, rules: Rules | None = None, listen: Where | None = None, **options: Any) -> None:
+def serving(
+    run: Path,
+    scenario: Scenario,
+    rules: Rules | None = None,
+    listen: Where | None = None,
+    **options: Any,
+) -> None:
     """A scenario with a server around it."""
 
     async def play() -> None:
@@ -42,7 +48,10 @@ def serving(run: Path, scenario: Scenario, rules: Rules | None = None, listen: W
         server = AppServer(build_app(entry, rules or Rules("small")), listen or Where())
         running = asyncio.create_task(server.serve())
         try:
-            async with asyncio.timeout(PATIENCE), httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, **options) as client:
+            async with (
+                asyncio.timeout(PATIENCE),
+                httpx2.AsyncClient(base_url=server.url, timeout=PATIENCE, **options) as client,
+            ):
                 await scenario(client, server)
         finally:
             server.stop()
@@ -63,12 +72,12 @@ async def line(server: AppServer) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def head(length: int) -> bytes:
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
-    )
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(web, "HEADER_SECONDS", 3.0)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
@@ -88,8 +97,12 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "BODY_SECONDS", 4.0)  # all of them are there before the first is given up
+def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        web, "BODY_SECONDS", 4.0
+    )  # all of them are there before the first is given up
     monkeypatch.setattr(gate, "MAX_FROM_ONE", 20)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
@@ -97,7 +110,9 @@ def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(run: Path, monkeypa
         for _, writer in slow:
             writer.write(head(100) + b"{")
         answers = await asyncio.gather(*(_end(reader) for reader, _ in slow))
-        codes = sorted(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] for answer in answers)
+        codes = sorted(
+            json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] for answer in answers
+        )
         assert codes == ["busy"] + ["too_slow"] * 20
         assert (await client.post("/v1/completions", json=SHORT)).status_code == 200
 
@@ -143,7 +158,9 @@ def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
         async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
             pieces = first.aiter_bytes()
             await anext(pieces)
-            assert (await client.post("/v1/completions", json=SHORT)).json()["error"]["code"] == "busy"
+            assert (await client.post("/v1/completions", json=SHORT)).json()["error"][
+                "code"
+            ] == "busy"
 
     serving(run, scenario, Rules("small", max_requests=1, queue=1))
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktrain.learning.compose import EulerScorer, LocalStage, Model, euler_path, in_pieces, position_noise, window_noise
+from blocktrain.learning.compose import (
+    EulerScorer,
+    LocalStage,
+    Model,
+    euler_path,
+    in_pieces,
+    position_noise,
+    window_noise,
+)
 from blocktrain.learning.model import Block, Cache
 from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
@@ -44,7 +52,9 @@ FUSE = random_model(tiny_config(context=CONTEXT, blocks=4))
 POOL = random_model(tiny_config(context=CONTEXT, compose="pool"))
 DENOISE = random_model(tiny_config(context=CONTEXT, compose="pool", objective="denoise"))
 EULER = random_model(tiny_config(context=24, compose="euler", objective="denoise"))
-TAIL = random_model(tiny_config(context=24, compose="euler", objective="denoise", skip="edm", tail=6))
+TAIL = random_model(
+    tiny_config(context=24, compose="euler", objective="denoise", skip="edm", tail=6)
+)
 WIDE = random_model(tiny_config(blocks=2, width=256, heads=4, context=300))
 DEEP = tiny_config(blocks=3, layers_per_block=2, context=CONTEXT)
 LONG = tiny_config(blocks=2, context=300)
@@ -71,7 +81,9 @@ async def test_remote_equals_local_bit_for_bit_in_any_chunks(model: Model) -> No
         for session, size in enumerate((1, 2, 3, 5, 17, CONTEXT)):
             await line.open(session)
             at = list(range(0, CONTEXT, size))
-            found = await asyncio.gather(*(line.run(session, 0, i, TEXT[i : min(i + size, CONTEXT)]) for i in at))
+            found = await asyncio.gather(
+                *(line.run(session, 0, i, TEXT[i : min(i + size, CONTEXT)]) for i in at)
+            )
             assert torch.equal(torch.cat(found, dim=1), expected), f"chunks of {size}"
             await line.close(session)
         assert line.bytes_in > expected.numel() * 4 * 6 and line.bytes_out > 6 * CONTEXT
@@ -200,7 +212,9 @@ async def test_many_sessions_on_a_ring_do_not_mix() -> None:
     async with ring_of([layers(1), layers(2, 3)]) as lines:
         ring = Ring(lines)
         await asyncio.gather(*(ring.open(session) for session in range(6)))
-        found = await asyncio.gather(*(ring.run(s, Run(0, 0, 30), text) for s, text in enumerate(texts)))
+        found = await asyncio.gather(
+            *(ring.run(s, Run(0, 0, 30), text) for s, text in enumerate(texts))
+        )
     for text, logits in zip(texts, found, strict=True):
         assert torch.equal(logits, reference_logits(reference, text))
 
@@ -209,7 +223,9 @@ async def test_many_sessions_on_a_ring_do_not_mix() -> None:
 async def test_of_a_long_run_only_the_end_may_be_wanted() -> None:
     """It is worked on in pieces, and the first ones have nothing to answer."""
     expected = reference_logits(random_reference(LONG), TEXT)
-    async with ring_of([ReferenceLayers(LONG, random_reference(LONG), [n], MODEL) for n in (1, 2)]) as lines:
+    async with ring_of(
+        [ReferenceLayers(LONG, random_reference(LONG), [n], MODEL) for n in (1, 2)]
+    ) as lines:
         ring = Ring(lines)
         await ring.open(1)
         assert torch.equal(await ring.run(1, Run(0, 0, 300, 1), TEXT), expected[:, -1:])
@@ -299,7 +315,9 @@ async def test_a_session_that_the_next_stage_dropped_ends_with_a_reason() -> Non
 async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
     async with serving(layers(1), Limits(followers=1)) as first, line_to(first) as one:
         async with serving(layers(2, 3)) as here, serving(layers(2, 3)) as there:
-            for session, (following, other) in enumerate([(here, there), (there, here), (here, there)]):
+            for session, (following, other) in enumerate(
+                [(here, there), (there, here), (here, there)]
+            ):
                 await one.open(session, topology="ring", next=following.address)
                 with pytest.raises(StageRefused) as caught:
                     await one.open(session + 10, topology="ring", next=other.address)
@@ -311,7 +329,9 @@ async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
 # -- refusals
 
 
-async def refusal_of(stage: Stage, *said: tuple[frames.Header, int, int, bytes], role: frames.Role = "entry") -> tuple[str, bool]:
+async def refusal_of(
+    stage: Stage, *said: tuple[frames.Header, int, int, bytes], role: frames.Role = "entry"
+) -> tuple[str, bool]:
     """The answer to some frames: the code, and whether the connection lives on."""
     bare = await Bare.greeted(stage, role)
     for header, session, sequence, payload in said:
@@ -339,20 +359,40 @@ REFUSALS: dict[str, tuple[Why, bool, Sequence[tuple[frames.Header, int, int, byt
     "an opening in the middle": (Why.OUT_OF_ORDER, ENDS, [(opening(), 1, 1, b"")]),
     "more bytes than positions": (Why.WRONG_SHAPE, ENDS, [OPEN, (Run(0, 0, 3), 1, 1, b"abcd")]),
     "no positions": (Why.WRONG_SHAPE, ENDS, [OPEN, (Run(0, 0, 0), 1, 1, b"")]),
-    "positions beyond the context": (Why.WRONG_SHAPE, ENDS, [OPEN, (Run(0, CONTEXT, 1), 1, 1, b"a")]),
+    "positions beyond the context": (
+        Why.WRONG_SHAPE,
+        ENDS,
+        [OPEN, (Run(0, CONTEXT, 1), 1, 1, b"a")],
+    ),
     "more wanted than sent": (Why.WRONG_SHAPE, ENDS, [OPEN, (Run(0, 0, 3, 4), 1, 1, b"abc")]),
     "a tail for a fan": (Why.WRONG_SHAPE, ENDS, [OPEN, (Run(0, 0, 3, 0, 2), 1, 1, b"abc")]),
     "another width": (Why.WRONG_SHAPE, ENDS, [(opening(width=17), 1, 0, b"")]),
     "more than the context": (Why.WRONG_SHAPE, ENDS, [(opening(most=CONTEXT + 1), 1, 0, b"")]),
-    "a next stage where none is": (Why.WRONG_SHAPE, ENDS, [(opening(next="127.0.0.1:1"), 1, 0, b"")]),
+    "a next stage where none is": (
+        Why.WRONG_SHAPE,
+        ENDS,
+        [(opening(next="127.0.0.1:1"), 1, 0, b"")],
+    ),
     "blocks twice": (Why.WRONG_SHAPE, ENDS, [(opening(blocks=(1, 1)), 1, 0, b"")]),
     "a block of another stage": (Why.NOT_HERE, LIVES, [(opening(blocks=(1, 3)), 1, 0, b"")]),
     "a ring of a fan's model": (Why.NOT_FOR_RING, LIVES, [(opening(topology="ring"), 1, 0, b"")]),
-    "positions before it unknown": (Why.WRONG_START, LIVES, [OPEN, GOOD, (Run(0, 4, 1), 1, 2, b"a")]),
-    "more than the session has": (Why.TOO_LARGE, ENDS, [(opening(most=4), 1, 0, b""), (Run(0, 0, 80), 1, 1, bytes(80))]),
+    "positions before it unknown": (
+        Why.WRONG_START,
+        LIVES,
+        [OPEN, GOOD, (Run(0, 4, 1), 1, 2, b"a")],
+    ),
+    "more than the session has": (
+        Why.TOO_LARGE,
+        ENDS,
+        [(opening(most=4), 1, 0, b""), (Run(0, 0, 80), 1, 1, bytes(80))],
+    ),
     "a payload where none is": (Why.TOO_LARGE, ENDS, [(frames.Ping(1), 0, 0, b"x")]),
     "a frame of the stage's": (Why.UNEXPECTED, ENDS, [(frames.Result(0, 0, 1, 0, 0), 1, 1, b"")]),
-    "hello again": (Why.UNEXPECTED, ENDS, [(frames.Hello("entry", bytes(32), bytes(32), "0" * 64), 0, 0, b"")]),
+    "hello again": (
+        Why.UNEXPECTED,
+        ENDS,
+        [(frames.Hello("entry", bytes(32), bytes(32), "0" * 64), 0, 0, b"")],
+    ),
 }
 
 
@@ -371,13 +411,25 @@ async def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
 async def test_a_fan_is_not_for_a_ring_model_and_a_stage_only_passes_on() -> None:
     async with serving(layers(2)) as stage:
         assert await refusal_of(stage, OPEN) == (Why.NOT_FOR_FAN, True)
-        assert await refusal_of(stage, (opening(topology="ring"), 1, 0, b""), role="stage") == (Why.UNEXPECTED, False)
-        assert await refusal_of(stage, (Run(0, 0, 1), 1, 1, bytes(65)), role="stage") == (Why.UNKNOWN_SESSION, True)
-        assert await refusal_of(stage, (opening(topology="ring", next="nowhere"), 1, 0, b"")) == (Why.WRONG_SHAPE, False)
+        assert await refusal_of(stage, (opening(topology="ring"), 1, 0, b""), role="stage") == (
+            Why.UNEXPECTED,
+            False,
+        )
+        assert await refusal_of(stage, (Run(0, 0, 1), 1, 1, bytes(65)), role="stage") == (
+            Why.UNKNOWN_SESSION,
+            True,
+        )
+        assert await refusal_of(stage, (opening(topology="ring", next="nowhere"), 1, 0, b"")) == (
+            Why.WRONG_SHAPE,
+            False,
+        )
         bare = await Bare.greeted(stage)
         bare.say(opening(topology="ring"), 1)
         assert isinstance((await bare.next()).header, frames.Opened)
-        assert await refusal_of(stage, (opening(topology="ring"), 1, 0, b"")) == (Why.DUPLICATED, False)
+        assert await refusal_of(stage, (opening(topology="ring"), 1, 0, b"")) == (
+            Why.DUPLICATED,
+            False,
+        )
 
 
 @in_loop
@@ -385,8 +437,14 @@ async def test_an_early_run_of_a_ring_that_came_by_the_wrong_way_touches_no_fan(
     async with serving(fan_of(FUSE)) as stage, line_to(stage) as line:
         await line.open(1)
         await line.run(1, 0, 0, b"abc")
-        assert await refusal_of(stage, (Run(0, 3, 1), 1, 2, b"d"), role="stage") == (Why.UNKNOWN_SESSION, True)
-        assert await refusal_of(stage, (Run(0, 3, 1), 1, 2, b"d")) == (Why.UNKNOWN_SESSION, True)  # another's connection
+        assert await refusal_of(stage, (Run(0, 3, 1), 1, 2, b"d"), role="stage") == (
+            Why.UNKNOWN_SESSION,
+            True,
+        )
+        assert await refusal_of(stage, (Run(0, 3, 1), 1, 2, b"d")) == (
+            Why.UNKNOWN_SESSION,
+            True,
+        )  # another's connection
         assert torch.equal((await line.run(1, 0, 3, b"d"))[0], local(FUSE, 1, b"abcd")[3:])
 
 
@@ -415,7 +473,10 @@ async def test_strangers_are_refused_by_name() -> None:
         assert await bare.error() == (Why.MALFORMED, False)
         bare = await Bare.dial(stage.address)
         bare.say(Run(0, 0, 1), 1, 1, [b"a"])
-        assert await bare.error() == (Why.TOO_LARGE, False)  # nobody carries anything before it is known
+        assert await bare.error() == (
+            Why.TOO_LARGE,
+            False,
+        )  # nobody carries anything before it is known
         assert stage.sessions == 0
 
 
@@ -425,11 +486,19 @@ async def test_a_stage_that_does_not_know_the_key_is_not_believed() -> None:
         writer.write(b"".join(frames.encode(frames.Challenge(bytes(32)))))
         await reader.read(4096)
         f = fan_of(FUSE).facts
-        welcome = frames.Welcome(bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model)
-        writer.write(b"".join(frames.encode(handshake.prove_welcome(b"guessed", bytes(32), bytes(32), welcome))))
+        welcome = frames.Welcome(
+            bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model
+        )
+        writer.write(
+            b"".join(
+                frames.encode(handshake.prove_welcome(b"guessed", bytes(32), bytes(32), welcome))
+            )
+        )
 
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-    line = StageLine(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(FUSE.config.fingerprint, KEY))
+    line = StageLine(
+        f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(FUSE.config.fingerprint, KEY)
+    )
     with pytest.raises(StageRefused) as caught:
         await line.ready()
     assert caught.value.code == Why.WRONG_KEY
@@ -460,7 +529,9 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
 async def test_only_the_first_thing_that_is_wrong_is_told() -> None:
     async with serving(fan_of(FUSE)) as stage:
         bare = await Bare.greeted(stage)
-        bare.raw(b"".join(frames.encode(frames.Result(0, 0, 1, 0, 0), 1, 1)) + b"this is no frame" * 4)
+        bare.raw(
+            b"".join(frames.encode(frames.Result(0, 0, 1, 0, 0), 1, 1)) + b"this is no frame" * 4
+        )
         assert await bare.error() == (Why.UNEXPECTED, False)
         await bare.close()
 
@@ -476,7 +547,9 @@ async def test_late_frames_of_an_older_epoch_are_ignored() -> None:
         bare.say(Run(5, 4, 1), 1, 3, [b"e"])
         assert isinstance((await bare.next()).header, frames.Opened)
         found = [await bare.next(), await bare.next()]
-        assert [(f.sequence, f.header.start) for f in found if isinstance(f.header, frames.Result)] == [(1, 0), (3, 4)]
+        assert [
+            (f.sequence, f.header.start) for f in found if isinstance(f.header, frames.Result)
+        ] == [(1, 0), (3, 4)]
         expected = local(FUSE, 1, b"abcde")
         assert bytes(found[1].payload) == expected[4:].numpy().tobytes()
         assert 1 not in holding.starts
@@ -582,7 +655,9 @@ async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
     bare.say(opening(), 1)
     data = b"".join(b"".join(frames.encode(Run(0, i, 1), 1, 1 + i, [b"x"])) for i in range(3))
     bare.raw(data[:-1])
-    await happening(lambda: stage.queue == 2)  # so many that it is not read any more, in the middle of a frame
+    await happening(
+        lambda: stage.queue == 2
+    )  # so many that it is not read any more, in the middle of a frame
     stage.seconds = 60
     holding.gate.set()
     await happening(lambda: stage.queue == 0)
@@ -601,7 +676,10 @@ async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
         known = await Bare.greeted(stage)
         known.say(opening(), 1)
         assert isinstance((await known.next()).header, frames.Opened)
-        ping, run = b"".join(frames.encode(frames.Ping(1))), b"".join(frames.encode(Run(0, 0, 40), 1, 1, [bytes(40)]))
+        ping, run = (
+            b"".join(frames.encode(frames.Ping(1))),
+            b"".join(frames.encode(Run(0, 0, 40), 1, 1, [bytes(40)])),
+        )
 
         async def trickle(bare: Bare, data: bytes) -> tuple[str, bool]:
             refused = asyncio.ensure_future(bare.error())
@@ -623,7 +701,9 @@ async def test_who_does_not_read_is_dropped() -> None:
         bare = await Bare.greeted(stage)
         bare.reader._transport.pause_reading()  # type: ignore[attr-defined]
         bare.say(opening(width=256, most=300), 1)
-        for sequence in range(1, 120):  # 300 KB each, more than the system keeps for somebody who does not read
+        for sequence in range(
+            1, 120
+        ):  # 300 KB each, more than the system keeps for somebody who does not read
             bare.say(Run(0, 0, 300), 1, sequence, [bytes(300)])
         await happening(lambda: stage.sessions == 1)
         await happening(lambda: stage.sessions == 0)
@@ -666,7 +746,9 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
         for session in range(5):
             async with line_to(stage) as line:
                 await line.open(session)
-                found = [await line.run(session, 0, i, TEXT[i : i + 4]) for i in range(0, CONTEXT, 4)]
+                found = [
+                    await line.run(session, 0, i, TEXT[i : i + 4]) for i in range(0, CONTEXT, 4)
+                ]
                 assert torch.equal(torch.cat(found, dim=1)[0], expected)
         assert not trickling.done()
         trickling.cancel()
@@ -678,12 +760,22 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
 async def test_mutated_bytes_at_a_living_stage() -> None:
     draw = random.Random(1)
     hello = b"".join(frames.encode(frames.Hello("entry", bytes(32), bytes(32), "0" * 64)))
-    said = b"".join(b"".join(frames.encode(h, s, n, [p])) for h, s, n, p in (OPEN, GOOD, (Run(1, 1, 2), 1, 2, b"xy")))
+    said = b"".join(
+        b"".join(frames.encode(h, s, n, [p]))
+        for h, s, n, p in (OPEN, GOOD, (Run(1, 1, 2), 1, 2, b"xy"))
+    )
     roles: Sequence[frames.Role] = ("entry", "entry", "stage")
-    async with serving(fan_of(FUSE, 1), Limits(goodbye_seconds=0.1)) as stage, line_to(stage) as line:
+    async with (
+        serving(fan_of(FUSE, 1), Limits(goodbye_seconds=0.1)) as stage,
+        line_to(stage) as line,
+    ):
         await line.open(1)
         for number in range(ROUNDS):
-            bare = await Bare.greeted(stage, draw.choice(roles)) if number % 4 else await Bare.dial(stage.address)
+            bare = (
+                await Bare.greeted(stage, draw.choice(roles))
+                if number % 4
+                else await Bare.dial(stage.address)
+            )
             bare.raw(bytes(mutated(said if number % 4 else hello, draw)))
             await bare.close()
         assert torch.equal((await line.run(1, 0, 0, TEXT[:9]))[0], local(FUSE, 1, TEXT[:9]))

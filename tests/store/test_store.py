@@ -18,7 +18,14 @@ from blocktrain.coordinator.state import Lease, RoundState, WorkerState
 from blocktrain.errors import Conflict, Damaged, RunError, StorageFailed
 from blocktrain.protocol.transfer import sha256
 from blocktrain.store.blobs import Blobs
-from blocktrain.store.contract import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
+from blocktrain.store.contract import (
+    Changes,
+    Store,
+    Traffic,
+    UpdateRecord,
+    VersionRecord,
+    WorkerRecord,
+)
 from blocktrain.store.ledger import GENESIS, Entry, Note, canonical, link, verify
 from blocktrain.store.sql import EmbeddedStore, open_store, read_ledger
 
@@ -33,18 +40,46 @@ def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
 
 
 def lease(task: int, **changes: object) -> Lease:
-    made = Lease(task, task - 1, 1, 0, 1, "w", steps=10, start_step=0, granted=90.0, expires=160.0, expected=20.0)
+    made = Lease(
+        task,
+        task - 1,
+        1,
+        0,
+        1,
+        "w",
+        steps=10,
+        start_step=0,
+        granted=90.0,
+        expires=160.0,
+        expected=20.0,
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def update(store: Store, number: int, content: bytes = b"payload", **changes: object) -> UpdateRecord:
+def update(
+    store: Store, number: int, content: bytes = b"payload", **changes: object
+) -> UpdateRecord:
     payload = store.blobs.put(content)
-    made = UpdateRecord(number, 1, 1, 0, "w", payload, len(content), 640, 10, 2.5, 0, 1.0, True, "accepted")
+    made = UpdateRecord(
+        number, 1, 1, 0, "w", payload, len(content), 640, 10, 2.5, 0, 1.0, True, "accepted"
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def version(store: Store, number: int, content: bytes = b"weights", **changes: object) -> VersionRecord:
-    made = VersionRecord(1, number, store.blobs.put(content), None, 10 * number, 640 * number, 2.0, (1.0, 2.0), "all replicas are here")
+def version(
+    store: Store, number: int, content: bytes = b"weights", **changes: object
+) -> VersionRecord:
+    made = VersionRecord(
+        1,
+        number,
+        store.blobs.put(content),
+        None,
+        10 * number,
+        640 * number,
+        2.0,
+        (1.0, 2.0),
+        "all replicas are here",
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -55,7 +90,13 @@ def receipt(entry: Entry) -> bytes:
 def started(store: Store) -> Store:
     store.create_run({"blocks": 1, "fingerprint": "f"})
     store.publish_version(100.0, version(store, 0), [], {}, {})
-    store.save(100.0, Changes(leases=[lease(1), lease(2)], workers=[WorkerRecord(WorkerState("w", 1, 100.0, 0.5, 1.0), "key", "laptop")]))
+    store.save(
+        100.0,
+        Changes(
+            leases=[lease(1), lease(2)],
+            workers=[WorkerRecord(WorkerState("w", 1, 100.0, 0.5, 1.0), "key", "laptop")],
+        ),
+    )
     return store
 
 
@@ -68,10 +109,17 @@ def test_one_run_from_its_start_to_a_version(store: Store) -> None:
     answer = store.record_update(101.0, sent, receipt, {"nonce": "n"})
     assert (answer.update, answer.repeated) == (sent, False)
     assert store.pending(1) == (sent,)
-    entry = store.publish_version(102.0, version(store, 1, b"new"), [sent.id], {}, {"order": [sent.id]})
+    entry = store.publish_version(
+        102.0, version(store, 1, b"new"), [sent.id], {}, {"order": [sent.id]}
+    )
     assert entry.value["applied"] == [sent.id] and entry.value["parent"] == sha256(b"weights")
     newest, first = store.version(1), store.version(1, 0)
-    assert newest is not None and newest.version == 1 and first is not None and first.weights == sha256(b"weights")
+    assert (
+        newest is not None
+        and newest.version == 1
+        and first is not None
+        and first.weights == sha256(b"weights")
+    )
     assert store.pending(1) == () and store.contributions() == {"w": (1, 640)}
     kinds = [e.kind for e in store.ledger()]
     assert kinds == ["run", "version", "update", "version"]
@@ -84,7 +132,9 @@ def test_same_submission_gets_the_same_answer_for_ever(store: Store) -> None:
     sent = update(started(store), 1)
     first = store.record_update(101.0, sent, receipt, {}, Changes(nonces=[("w", "n", 1.0)]))
     before = len(store.ledger())
-    again = store.record_update(300.0, replace(sent, fence=9), lambda _: b"another", {}, Changes(nonces=[("w", "n", 1.0)]))
+    again = store.record_update(
+        300.0, replace(sent, fence=9), lambda _: b"another", {}, Changes(nonces=[("w", "n", 1.0)])
+    )
     assert again.repeated and again.receipt == first.receipt and again.update == sent
     assert store.answer(1, sent.payload) == again and store.answer(2, sent.payload) is None
     assert len(store.ledger()) == before
@@ -98,7 +148,10 @@ def test_a_task_counts_once_even_with_two_payloads(store: EmbeddedStore) -> None
     with pytest.raises(Conflict, match="not out"):
         store.record_update(101.0, update(store, 1, b"two"), receipt, {})
     assert len(store.pending(1)) == 1
-    with sqlite3.connect(store.folder / "run.sqlite") as db, pytest.raises(sqlite3.IntegrityError, match=r"updates\.task"):
+    with (
+        sqlite3.connect(store.folder / "run.sqlite") as db,
+        pytest.raises(sqlite3.IntegrityError, match=r"updates\.task"),
+    ):
         db.execute("CREATE TEMP TABLE copy AS SELECT * FROM updates")
         db.execute("UPDATE copy SET id = 'x', payload = 'x'")
         db.execute("INSERT INTO updates SELECT * FROM copy")
@@ -114,10 +167,19 @@ def test_a_refused_update_does_not_use_up_its_task(store: Store) -> None:
     assert not store.record_update(102.0, update(store, 1, b"good"), receipt, {}).repeated
 
 
-REFUSED: list[dict[str, Any]] = [{"fence": 0}, {"fence": 2}, {"worker": "x"}, {"base": 1}, {"block": 2}, {"task": 77}]
+REFUSED: list[dict[str, Any]] = [
+    {"fence": 0},
+    {"fence": 2},
+    {"worker": "x"},
+    {"base": 1},
+    {"block": 2},
+    {"task": 77},
+]
 
 
-@pytest.mark.parametrize("changes", REFUSED, ids=[next(iter(c)) + str(next(iter(c.values()))) for c in REFUSED])
+@pytest.mark.parametrize(
+    "changes", REFUSED, ids=[next(iter(c)) + str(next(iter(c.values()))) for c in REFUSED]
+)
 def test_fence_is_checked_in_the_transaction(store: Store, changes: dict[str, Any]) -> None:
     started(store)
     before = store.head()
@@ -162,7 +224,13 @@ def test_a_version_follows_its_parent_and_settles_every_update(store: Store) -> 
     second = update(store, 2)
     store.save(103.0, Changes(leases=[lease(2)]))
     store.record_update(103.0, second, receipt, {})
-    store.save(104.0, Changes(dropped={second.id: "worse than its parent"}, notes=[Note("guard", {"update": second.id})]))
+    store.save(
+        104.0,
+        Changes(
+            dropped={second.id: "worse than its parent"},
+            notes=[Note("guard", {"update": second.id})],
+        ),
+    )
     assert store.pending(1) == ()
     with pytest.raises(Conflict, match="cannot be dropped"):
         store.save(104.0, Changes(dropped={second.id: "twice"}))
@@ -170,7 +238,13 @@ def test_a_version_follows_its_parent_and_settles_every_update(store: Store) -> 
 
 def test_nonces_traffic_and_workers(store: Store) -> None:
     started(store)
-    store.save(1.0, Changes(nonces=[("w", "n", 5.0)], traffic=[Traffic(1, "w", 10, 1), Traffic(1, "w", 5, 2), Traffic(2, "w", 1)]))
+    store.save(
+        1.0,
+        Changes(
+            nonces=[("w", "n", 5.0)],
+            traffic=[Traffic(1, "w", 10, 1), Traffic(1, "w", 5, 2), Traffic(2, "w", 1)],
+        ),
+    )
     head = store.head()
     with pytest.raises(Conflict):
         store.save(1.0, Changes(nonces=[("w", "n", 6.0)], notes=[Note("lost", {})]))
@@ -178,7 +252,12 @@ def test_nonces_traffic_and_workers(store: Store) -> None:
     assert store.forget_nonces(5.5) == 1
     store.save(1.0, Changes(nonces=[("w", "n", 6.0)]))
     assert store.traffic() == [Traffic(1, "w", 15, 3), Traffic(2, "w", 1, 0)]
-    store.save(1.0, Changes(workers=[WorkerRecord(WorkerState("w", 2, 1.0, 0.25, kicked=True), "key", "laptop")]))
+    store.save(
+        1.0,
+        Changes(
+            workers=[WorkerRecord(WorkerState("w", 2, 1.0, 0.25, kicked=True), "key", "laptop")]
+        ),
+    )
     (known,) = store.workers()
     assert known.state.block == 2 and known.state.kicked and known.state.seconds_per_step == 0.25
 
@@ -194,18 +273,39 @@ def test_recovery_counts_remaining_time_from_the_new_clock(tmp_path: Path) -> No
     assert block.round.deadline == 7.0 + 30.0 and block.round.grace_until == 7.0 + 35.0
     assert block.round.extended and block.round.attempt == 2 and block.round.length == 60.0
     assert [(u.worker, u.tokens, u.steps) for u in block.round.updates] == [("w", 640, 10)]
-    assert block.fusion and block.next_number == 2 and block.task_seconds == (2.5,) and block.version == 0
+    assert (
+        block.fusion
+        and block.next_number == 2
+        and block.task_seconds == (2.5,)
+        and block.version == 0
+    )
     assert set(state.leases) == {2} and state.next_task == 3
     out = state.leases[2]
-    assert (out.fence, out.worker, out.expired, out.trained, out.expires, out.granted) == (3, "x", True, True, 7.0 + 30.0, 7.0 - 40.0)
+    assert (out.fence, out.worker, out.expired, out.trained, out.expires, out.granted) == (
+        3,
+        "x",
+        True,
+        True,
+        7.0 + 30.0,
+        7.0 - 40.0,
+    )
     assert state.workers["w"].seen == 7.0
 
 
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     code = f"from pathlib import Path; from blocktrain.coordination.store import open_store; open_store(Path({str(tmp_path)!r}))"
-    other = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": SOURCE}, capture_output=True, text=True, check=False)
-    assert other.returncode != 0 and f"another coordinator (process {os.getpid()}) is using" in other.stderr
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        other.returncode != 0
+        and f"another coordinator (process {os.getpid()}) is using" in other.stderr
+    )
     with pytest.raises(RunError, match="another coordinator"):
         open_store(tmp_path)
     assert store.epoch == 1 and store.head() is None
@@ -304,7 +404,12 @@ def test_ledger_only_grows_and_shows_every_change(tmp_path: Path) -> None:
     entries = store.ledger()
     store.close()
     assert read_ledger(tmp_path) == entries and entries[0].previous == GENESIS
-    for bad in ([entries[0], replace(entries[1], body="{}")], entries[1:], [replace(entries[0], kind="x")], entries[:1] * 2):
+    for bad in (
+        [entries[0], replace(entries[1], body="{}")],
+        entries[1:],
+        [replace(entries[0], kind="x")],
+        entries[:1] * 2,
+    ):
         with pytest.raises(Damaged, match="broken"):
             verify(bad)
     db = sqlite3.connect(tmp_path / "run.sqlite")
@@ -326,12 +431,17 @@ def test_canonical_json_has_one_spelling() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical(float("nan"))
     # Golden: another implementation must find the same hash.
-    assert link(None, Note("run", {"a": 1})).hash == sha256(canonical([1, "run", GENESIS, '{"a":1}']).encode())
+    assert link(None, Note("run", {"a": 1})).hash == sha256(
+        canonical([1, "run", GENESIS, '{"a":1}']).encode()
+    )
 
 
 def test_settings_that_durability_rests_on(store: EmbeddedStore) -> None:
     with store._transaction() as db:
-        found = {p: db.exec_driver_sql(f"PRAGMA {p}").scalar() for p in ("journal_mode", "synchronous", "foreign_keys")}
+        found = {
+            p: db.exec_driver_sql(f"PRAGMA {p}").scalar()
+            for p in ("journal_mode", "synchronous", "foreign_keys")
+        }
     assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
 
 
@@ -340,4 +450,9 @@ def test_no_torch_in_the_control_plane() -> None:
         "import sys, blocktrain.coordination.store, blocktrain.coordination.merge, blocktrain.coordination.assignment;"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": SOURCE}, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": SOURCE}, check=False
+        ).returncode
+        == 0
+    )

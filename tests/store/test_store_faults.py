@@ -61,12 +61,27 @@ WRITER = textwrap.dedent(
 )
 
 
-def writer(folder: Path, size: int = 10, limit: int | None = None, preload: Path | None = None) -> subprocess.Popen[str]:
+def writer(
+    folder: Path, size: int = 10, limit: int | None = None, preload: Path | None = None
+) -> subprocess.Popen[str]:
     """A coordinator in small, which says on stdout what it acknowledges."""
-    env = {"PYTHONPATH": SOURCE, **({"LD_PRELOAD": str(preload), "FAIL_FILE": str(folder.parent / "fail")} if preload else {})}
-    script = (f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n" if limit else "") + WRITER
+    env = {
+        "PYTHONPATH": SOURCE,
+        **(
+            {"LD_PRELOAD": str(preload), "FAIL_FILE": str(folder.parent / "fail")}
+            if preload
+            else {}
+        ),
+    }
+    script = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        if limit
+        else ""
+    ) + WRITER
     command = [sys.executable, "-c", script, str(folder), str(size)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def acknowledged(lines: list[str]) -> tuple[dict[int, tuple[str, str]], list[int]]:
@@ -75,7 +90,9 @@ def acknowledged(lines: list[str]) -> tuple[dict[int, tuple[str, str]], list[int
     return updates, [int(words[1]) for words in whole if words[0] == "version"]
 
 
-def check_everything(folder: Path, updates: dict[int, tuple[str, str]], versions: list[int]) -> None:
+def check_everything(
+    folder: Path, updates: dict[int, tuple[str, str]], versions: list[int]
+) -> None:
     """Nothing acknowledged is missing, nothing is there twice, every hash is right."""
     with sqlite3.connect(folder / "run.sqlite") as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -111,7 +128,9 @@ def test_sigkill_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> Non
         assert first == "ready\n", process.stderr.read()
         time.sleep(0.02 + 0.11 * attempt)
         lines: list[str] = []
-        while attempt == 4 and not all(acknowledged(lines)):  # at least once something is acknowledged, however slow the disk
+        while attempt == 4 and not all(
+            acknowledged(lines)
+        ):  # at least once something is acknowledged, however slow the disk
             lines.append(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
@@ -133,7 +152,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.kill()
 
 
-@pytest.mark.parametrize(("size", "what"), [(500_000, "cannot store the blob"), (10, "cannot commit")])
+@pytest.mark.parametrize(
+    ("size", "what"), [(500_000, "cannot store the blob"), (10, "cannot commit")]
+)
 def test_file_size_limit_is_never_acknowledged(tmp_path: Path, size: int, what: str) -> None:
     """A real error of the kernel in the middle of a blob, and of the database's log."""
     out, errors = ended(writer(tmp_path / "s", size, limit=400_000))
@@ -143,11 +164,17 @@ def test_file_size_limit_is_never_acknowledged(tmp_path: Path, size: int, what: 
     check_everything(tmp_path / "s", updates, versions)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs root to mount a small disk")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mount"), reason="needs root to mount a small disk"
+)
 def test_full_disk_is_never_acknowledged(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
+        check=False,
+        capture_output=True,
+    ).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
         out, errors = ended(writer(disk / "s", 20_000))
@@ -178,7 +205,9 @@ def test_failing_fsync_is_never_acknowledged(tmp_path: Path) -> None:
     """fsync and fdatasync answer EIO, for Python and inside SQLite alike."""
     (tmp_path / "shim.c").write_text(SHIM)
     shim = tmp_path / "shim.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(shim), str(tmp_path / "shim.c"), "-ldl"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(shim), str(tmp_path / "shim.c"), "-ldl"], check=True
+    )
     folder, fail = tmp_path / "s", tmp_path / "fail"
     process = writer(folder, preload=shim)
     if process.stdout is None:
@@ -186,7 +215,9 @@ def test_failing_fsync_is_never_acknowledged(tmp_path: Path) -> None:
     lines = [process.stdout.readline() for _ in range(4)]
     fail.touch()
     out, errors = ended(process)
-    assert "StorageFailed" in errors and ("Input/output error" in errors or "disk I/O error" in errors), errors
+    assert "StorageFailed" in errors and (
+        "Input/output error" in errors or "disk I/O error" in errors
+    ), errors
     updates, versions = acknowledged(lines + out.splitlines(keepends=True))
     assert updates
     fail.unlink()
@@ -218,7 +249,9 @@ def test_failing_commit_closes_the_store(tmp_path: Path, monkeypatch: pytest.Mon
         again.save(1.0, Changes(notes=[Note("small", {})]))
 
 
-def test_blob_is_synced_before_it_has_its_name_and_its_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blob_is_synced_before_it_has_its_name_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blobs, seen = Blobs(tmp_path), list[str]()
     sync, rename = os.fsync, Path.replace
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, CDPSession, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 QUIET = (
     "--no-sandbox",
     "--disable-gpu",
@@ -54,9 +56,17 @@ class Visit:
 
     def __post_init__(self) -> None:
         self.page.set_default_timeout(MILLISECONDS)
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda said: (
+                self.complaints.append(said.text) if said.type in ("error", "warning") else None
+            ),
+        )
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("request", lambda asked: None if self._ours(asked.url) else self.elsewhere.append(asked.url))
+        self.page.on(
+            "request",
+            lambda asked: None if self._ours(asked.url) else self.elsewhere.append(asked.url),
+        )
 
     def _ours(self, url: str) -> bool:
         return url.startswith((self.origin, "data:", "blob:"))
@@ -86,7 +96,9 @@ class Visit:
 
     def drop(self, name: str, content: str) -> None:
         """Choose a file for replay."""
-        self.page.set_input_files("#log-file", {"name": name, "mimeType": "application/jsonl", "buffer": content.encode()})
+        self.page.set_input_files(
+            "#log-file", {"name": name, "mimeType": "application/jsonl", "buffer": content.encode()}
+        )
 
     def work(self, script: str) -> tuple[Any, float]:
         """What a script gives, and the seconds of processor time that the page spent until then, whatever else the machine does."""
@@ -99,7 +111,11 @@ class Visit:
     @property
     def overflow(self) -> int:
         """Pixels by which the page is wider than the window."""
-        return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+        return int(
+            self.page.evaluate(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+        )
 
 
 def _task_seconds(session: CDPSession) -> float:
@@ -110,7 +126,9 @@ def _task_seconds(session: CDPSession) -> float:
 @contextmanager
 def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
     """The page at an address. At the end it must have asked nobody else for anything."""
-    with browser.new_context(viewport=options.pop("viewport", {"width": 1440, "height": 900}), **options) as context:
+    with browser.new_context(
+        viewport=options.pop("viewport", {"width": 1440, "height": 900}), **options
+    ) as context:
         origin = "/".join(url.split("/")[:3])
         visit = Visit(context.new_page(), origin)
         visit.page.goto(url)
@@ -136,16 +154,34 @@ class Story:
         self.draw = random.Random(7)
         self.events: list[Event] = []
         self.bytes_in = self.bytes_out = 0
-        self.run = {"run": "5e" * 16, "fingerprint": "fa" * 32, "corpus": "wikitext-2", "blocks": blocks, "fusion": blocks}
-        self.run |= {"steps": 40 * versions, "compose": "fuse", "compression": "int4", "task_seconds": 20.0, "protocol": 1}
+        self.run = {
+            "run": "5e" * 16,
+            "fingerprint": "fa" * 32,
+            "corpus": "wikitext-2",
+            "blocks": blocks,
+            "fusion": blocks,
+        }
+        self.run |= {
+            "steps": 40 * versions,
+            "compose": "fuse",
+            "compression": "int4",
+            "task_seconds": 20.0,
+            "protocol": 1,
+        }
 
     def put(self, kind: str, **fields: Any) -> None:
         """Something happens."""
-        self.events.append({"seq": len(self.events) + 1, "time": round(self.now, 3), "kind": kind, **fields})
+        self.events.append(
+            {"seq": len(self.events) + 1, "time": round(self.now, 3), "kind": kind, **fields}
+        )
 
     def worker(self, n: int, state: str, reason: str = "") -> None:
         """One of the workers comes or goes."""
-        known = {"worker": self.ids[n], "name": f"machine-{n + 1}", "device": "cpu" if n % 3 else "cuda"}
+        known = {
+            "worker": self.ids[n],
+            "name": f"machine-{n + 1}",
+            "device": "cpu" if n % 3 else "cuda",
+        }
         self.put("worker", **known, state=state, reason=reason)
 
     def loss(self, version: int) -> float:
@@ -154,28 +190,73 @@ class Story:
 
     def round(self, block: int, version: int) -> None:
         """Tasks, updates, and the version that they become."""
-        team = [worker for n, worker in enumerate(self.ids) if n % self.blocks == block - 1] or self.ids[:1]
+        team = [
+            worker for n, worker in enumerate(self.ids) if n % self.blocks == block - 1
+        ] or self.ids[:1]
         loss = self.loss(version) + 0.02 * block + 0.02 * self.draw.random()
         leased = {}
         for worker in team:
             self.now += 0.4 * self.draw.random()
-            leased[worker] = {"worker": worker, "block": block, "task": len(self.events) + 1, "base": version - 1, "steps": 40}
+            leased[worker] = {
+                "worker": worker,
+                "block": block,
+                "task": len(self.events) + 1,
+                "base": version - 1,
+                "steps": 40,
+            }
             self.put("task", **leased[worker], deadline=self.now + 60, target=len(team))
         for n, worker in enumerate(team):
             self.now += 2 + 3 * self.draw.random()
             self.bytes_in, self.bytes_out = self.bytes_in + 180_000, self.bytes_out + 1_400_000
-            told: Event = {"version": version - 1, "staleness": int(n == 2), "weight": 1.0, "tokens": 40 * 4096, "bytes": 180_000}
-            told |= {"loss_before": loss + 0.1, "loss_after": loss, "seconds": 4.0 + n, "sentence": "on time"}
+            told: Event = {
+                "version": version - 1,
+                "staleness": int(n == 2),
+                "weight": 1.0,
+                "tokens": 40 * 4096,
+                "bytes": 180_000,
+            }
+            told |= {
+                "loss_before": loss + 0.1,
+                "loss_after": loss,
+                "seconds": 4.0 + n,
+                "sentence": "on time",
+            }
             self.put("update", **leased[worker], **told)
-        told = {"block": block, "version": version, "steps": 40 * version, "tokens": 40 * 4096 * version * len(team), "loss": loss}
-        told |= {"updates": len(team), "clipped": 0, "dropped": {}, "reason": f"round {version - 1} of block {block} closes"}
-        self.put("version", **told, bytes_in=self.bytes_in, bytes_out=self.bytes_out, weights="00" * 32, length=1_400_000)
+        told = {
+            "block": block,
+            "version": version,
+            "steps": 40 * version,
+            "tokens": 40 * 4096 * version * len(team),
+            "loss": loss,
+        }
+        told |= {
+            "updates": len(team),
+            "clipped": 0,
+            "dropped": {},
+            "reason": f"round {version - 1} of block {block} closes",
+        }
+        self.put(
+            "version",
+            **told,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            weights="00" * 32,
+            length=1_400_000,
+        )
 
     def score(self, version: int) -> None:
         """All blocks at one version are scored."""
         base = self.loss(version)
-        scores = {f"block-{n}": base + 0.03 * n for n in range(1, self.blocks)} | {"pool": base, "fused": base - 0.02}
-        told = {"scores": scores, "versions": {str(n): version for n in range(1, self.blocks + 1)}, "valid_bytes": 65536, "seconds": 1.5}
+        scores = {f"block-{n}": base + 0.03 * n for n in range(1, self.blocks)} | {
+            "pool": base,
+            "fused": base - 0.02,
+        }
+        told = {
+            "scores": scores,
+            "versions": {str(n): version for n in range(1, self.blocks + 1)},
+            "valid_bytes": 65536,
+            "seconds": 1.5,
+        }
         self.put("score", **told, bytes_in=self.bytes_in, bytes_out=self.bytes_out)
 
     def trouble(self, version: int) -> None:
@@ -184,17 +265,42 @@ class Story:
         if version == self.versions // 3:
             self.worker(last, "lost", "nothing heard for 30 s")
             reason = f"round {version} of block 2 is extended once by 60.0 s: 0 of at least 1 replicas by the deadline"
-            self.put("round", block=2, version=version, outcome="extended", deadline=self.now + 60, reason=reason)
+            self.put(
+                "round",
+                block=2,
+                version=version,
+                outcome="extended",
+                deadline=self.now + 60,
+                reason=reason,
+            )
         if version == self.versions // 2:
             sentence = "the block has moved on too far since this task's base version; ask for the next task"
-            self.put("refused", code="too_stale", sentence=sentence, worker=self.ids[last], block=2, count=3)
-            sentence = "the signature does not fit the message and the key; sign with the key that joined"
-            self.put("refused", code="bad_signature", sentence=sentence, worker="", block=0, count=1)
+            self.put(
+                "refused",
+                code="too_stale",
+                sentence=sentence,
+                worker=self.ids[last],
+                block=2,
+                count=3,
+            )
+            sentence = (
+                "the signature does not fit the message and the key; sign with the key that joined"
+            )
+            self.put(
+                "refused", code="bad_signature", sentence=sentence, worker="", block=0, count=1
+            )
             self.worker(last, "back")
             self.put("run", **self.run, restart=True)
 
 
-def a_log(workers: int = 5, versions: int = 30, *, blocks: int = 4, finished: bool = False, began: float = 1.78e9) -> list[Event]:
+def a_log(
+    workers: int = 5,
+    versions: int = 30,
+    *,
+    blocks: int = 4,
+    finished: bool = False,
+    began: float = 1.78e9,
+) -> list[Event]:
     """The events of a plausible run with a fusion block."""
     story = Story(workers, versions, blocks, began)
     story.put("run", **story.run)

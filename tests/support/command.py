@@ -27,7 +27,9 @@ def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
         )
 
 
-def blocktrain(*arguments: str, cwd: Path, timeout: float = 280, **more: str) -> subprocess.CompletedProcess[str]:
+def blocktrain(
+    *arguments: str, cwd: Path, timeout: float = 280, **more: str
+) -> subprocess.CompletedProcess[str]:
     """Run `blocktrain ARGUMENTS` in a folder, with its cache there and no network."""
     return subprocess.run(
         [sys.executable, "-m", "blocktrain", *arguments],

@@ -66,10 +66,14 @@ class Clock:
         return self.now
 
 
-def begin(folder: Path, clock: Clock | None = None, *, config: Config = CONFIG, **policy: Any) -> Coordinator:
+def begin(
+    folder: Path, clock: Clock | None = None, *, config: Config = CONFIG, **policy: Any
+) -> Coordinator:
     """A new run in a folder: tasks of two steps, rounds of one update unless the policy says otherwise."""
     coordinator = open_coordinator(folder, clock) if clock else open_coordinator(folder)
-    chosen = Policy(**{"task_steps": STEPS, "replicas": 1, "compression": "int4", "chunk_bytes": 1024, **policy})
+    chosen = Policy(
+        **{"task_steps": STEPS, "replicas": 1, "compression": "int4", "chunk_bytes": 1024, **policy}
+    )
     coordinator.begin(config, chosen, "words", prepared())
     return coordinator
 
@@ -109,12 +113,32 @@ class FakeWorker:
         return self.identity.worker
 
     def join_message(self, **changes: Any) -> m.Join:
-        fields = {"protocol": m.PROTOCOL, "public_key": self.identity.public_key, "name": f"fake {self.seed}", "device": "cpu"}
-        return self.identity.sign(m.Join(**{**fields, "memory": 1 << 30, "speed": 10.0, "nonce": new_nonce(), "time": 0, **changes}))
+        fields = {
+            "protocol": m.PROTOCOL,
+            "public_key": self.identity.public_key,
+            "name": f"fake {self.seed}",
+            "device": "cpu",
+        }
+        return self.identity.sign(
+            m.Join(
+                **{
+                    **fields,
+                    "memory": 1 << 30,
+                    "speed": 10.0,
+                    "nonce": new_nonce(),
+                    "time": 0,
+                    **changes,
+                }
+            )
+        )
 
     def join(self, **changes: Any) -> m.JoinReply:
         reply = self.client.join(self.join_message(**changes))
-        self.run, self.coordinator, self.fingerprint = reply.run, reply.coordinator, reply.fingerprint
+        self.run, self.coordinator, self.fingerprint = (
+            reply.run,
+            reply.coordinator,
+            reply.fingerprint,
+        )
         return reply
 
     def joined(self) -> m.Task:
@@ -122,15 +146,31 @@ class FakeWorker:
         return as_task(self.join().next)
 
     def request(self, **changes: Any) -> m.TaskRequest:
-        fields = {"run": self.run, "worker": self.id, "fingerprint": self.fingerprint, "speed": 10.0, "nonce": new_nonce()}
+        fields = {
+            "run": self.run,
+            "worker": self.id,
+            "fingerprint": self.fingerprint,
+            "speed": 10.0,
+            "nonce": new_nonce(),
+        }
         return self.identity.sign(m.TaskRequest(**{**fields, **changes}))
 
     def ask(self, **changes: Any) -> m.Task | m.Wait:
         return self.client.next_task(self.request(**changes)).next
 
     def beat(self, task: m.Task, step: int = 1, /, **changes: Any) -> m.HeartbeatReply:
-        fields = {"run": self.run, "worker": self.id, "task": task.task, "fence": task.fence, "step": step, "loss": 2.0, "bytes": 0}
-        return self.client.heartbeat(self.identity.sign(m.Heartbeat(**{**fields, "nonce": new_nonce(), **changes})))
+        fields = {
+            "run": self.run,
+            "worker": self.id,
+            "task": task.task,
+            "fence": task.fence,
+            "step": step,
+            "loss": 2.0,
+            "bytes": 0,
+        }
+        return self.client.heartbeat(
+            self.identity.sign(m.Heartbeat(**{**fields, "nonce": new_nonce(), **changes}))
+        )
 
     def weights(self, task: m.Task) -> codec.Tensors:
         return codec.unpack(b"".join(self.client.blob(task.weights.sha256, worker=self.id)))
@@ -138,7 +178,10 @@ class FakeWorker:
     def payload(self, task: m.Task, seed: int = 0) -> bytes:
         """Small changes, always the same for the same worker, task, fence and seed."""
         draw = np.random.default_rng([self.seed, task.task, task.fence, seed])
-        delta = {name: (1e-3 * draw.standard_normal(t.shape)).astype(np.float32) for name, t in self.weights(task).items()}
+        delta = {
+            name: (1e-3 * draw.standard_normal(t.shape)).astype(np.float32)
+            for name, t in self.weights(task).items()
+        }
         return codec.compress(delta, None, task.compression)[0]
 
     def submission(self, task: m.Task, payload: bytes, /, **changes: Any) -> m.Submission:

@@ -11,20 +11,32 @@ from support.coordination_world import TOKEN
 from support.waiting import PATIENCE, until
 
 
-def get(url: str, path: str, token: str = TOKEN, **headers: str) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
+def get(
+    url: str, path: str, token: str = TOKEN, **headers: str
+) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
     """An answer whose body is not read yet."""
     host, port = url.removeprefix("http://").split(":")
     line = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
     bearer = {"Authorization": f"Bearer {token}"} if token else {}
-    line.request("GET", path, headers={**bearer, **{name.replace("_", "-"): value for name, value in headers.items()}})
+    line.request(
+        "GET",
+        path,
+        headers={**bearer, **{name.replace("_", "-"): value for name, value in headers.items()}},
+    )
     return line.getresponse(), line
 
 
-def fetch(url: str, path: str, token: str = TOKEN, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def fetch(
+    url: str, path: str, token: str = TOKEN, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body."""
     answer, line = get(url, path, token, **headers)
     try:
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        return (
+            answer.status,
+            {name.lower(): value for name, value in answer.getheaders()},
+            answer.read(),
+        )
     finally:
         line.close()
 
@@ -33,9 +45,17 @@ def parse(text: str) -> list[tuple[int | None, str, dict[str, Any]]]:
     """(id, event, data) of a whole stream, without comments."""
     found = []
     for block in text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":"))
+        fields = dict(
+            line.split(": ", 1) for line in block.splitlines() if line and not line.startswith(":")
+        )
         if "event" in fields:
-            found.append((int(fields["id"]) if "id" in fields else None, fields["event"], json.loads(fields["data"])))
+            found.append(
+                (
+                    int(fields["id"]) if "id" in fields else None,
+                    fields["event"],
+                    json.loads(fields["data"]),
+                )
+            )
     return found
 
 
@@ -70,7 +90,11 @@ class Reader:
         """The last of so many events of a kind with these fields."""
 
         def enough() -> list[dict[str, Any]]:
-            found = [data for data in self.of(kind) if all(data.get(name) == value for name, value in fields.items())]
+            found = [
+                data
+                for data in self.of(kind)
+                if all(data.get(name) == value for name, value in fields.items())
+            ]
             return found if len(found) >= count else []
 
         return until(enough, f"{count} x {kind} {fields}")[count - 1]

@@ -150,7 +150,11 @@ STATUS = status.Status(
             ),
         ),
     ),
-    workers=(status.WorkerStatus(worker=WORKER, name="lab", device="cpu", state="training", block=1, task=7),),
+    workers=(
+        status.WorkerStatus(
+            worker=WORKER, name="lab", device="cpu", state="training", block=1, task=7
+        ),
+    ),
     refusals={Code.TOO_STALE: 1},
     scores={"block-1": 1.5},
 )
@@ -181,7 +185,9 @@ FACTS: dict[ledger.Kind, Message] = {
         outer_momentum=0.9,
         reason="target reached",
     ),
-    "round": ledger.RoundFacts(block=2, version=4, event="extended", seconds=90.0, reason="no update by the deadline"),
+    "round": ledger.RoundFacts(
+        block=2, version=4, event="extended", seconds=90.0, reason="no update by the deadline"
+    ),
     "kick": ledger.KickFacts(worker=WORKER, reason="asked to"),
     "finish": ledger.FinishFacts(reason="token budget spent"),
 }
@@ -191,9 +197,14 @@ def chain() -> list[ledger.LedgerEntry]:
     """A whole small ledger."""
     entries: list[ledger.LedgerEntry] = []
     for seq, (kind, facts) in enumerate(FACTS.items(), start=1):
-        previous, body = entries[-1].hash if entries else ledger.BEGINNING, identity.canonical(facts).decode()
+        previous, body = (
+            entries[-1].hash if entries else ledger.BEGINNING,
+            identity.canonical(facts).decode(),
+        )
         digest = ledger.entry_hash(seq, kind, body, previous)
-        entries.append(ledger.LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest))
+        entries.append(
+            ledger.LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest)
+        )
     return entries
 
 

@@ -17,8 +17,12 @@ class Proxy:
     """TCP in, TCP out. What it does wrong can be changed at any time."""
 
     target: tuple[str, int]
-    cut_after: int | None = None  # bytes, in both directions together, after which a connection ends
-    drop_first_acknowledgement: bool = False  # of every update: the request arrives, the answer does not
+    cut_after: int | None = (
+        None  # bytes, in both directions together, after which a connection ends
+    )
+    drop_first_acknowledgement: bool = (
+        False  # of every update: the request arrives, the answer does not
+    )
     up: int = 0  # bytes to the coordinator
     down: int = 0  # bytes from it
     cuts: int = 0
@@ -91,9 +95,15 @@ class _Connection:
 
     def _lost(self) -> bool:
         """Whether this answer is one that never arrives."""
-        found = _UPDATE.search(self.request) if self.request.startswith(b"POST /v1/updates") else None
+        found = (
+            _UPDATE.search(self.request) if self.request.startswith(b"POST /v1/updates") else None
+        )
         with self.proxy._mutex:
-            if not self.proxy.drop_first_acknowledgement or found is None or found[1] in self.proxy.dropped:
+            if (
+                not self.proxy.drop_first_acknowledgement
+                or found is None
+                or found[1] in self.proxy.dropped
+            ):
                 return False
             self.proxy.dropped.add(found[1])
             return True

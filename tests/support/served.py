@@ -23,7 +23,9 @@ from support.waiting import PATIENCE
 
 def a_model(corpus: Corpus) -> Model:
     """Three blocks and a fusion block that have learned a little: their text is mostly letters."""
-    config = tiny_config(blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2)
+    config = tiny_config(
+        blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2
+    )
     blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
     return Model(config, blocks, train_block(config, config.blocks, corpus, blocks))
 

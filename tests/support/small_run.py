@@ -40,7 +40,15 @@ class Hand:
 
     def join(self) -> None:
         # Of unknown speed: it is not told to wait for others.
-        asked = Join(protocol=1, public_key=self.me.public_key, device="cpu", memory=0, speed=0.0, nonce="0" * 32, time=0)
+        asked = Join(
+            protocol=1,
+            public_key=self.me.public_key,
+            device="cpu",
+            memory=0,
+            speed=0.0,
+            nonce="0" * 32,
+            time=0,
+        )
         reply = self.client.join(self.me.sign(asked))
         self.run, self.next = reply.run, reply.next
 
@@ -63,10 +71,17 @@ class Hand:
         new = trainer.weights()
         payload, left = codec.compress_weights(new), dict[str, codec.Array]()
         if task.compression != "none":
-            payload, left = codec.compress({name: new[name] - base[name] for name in new}, residual, task.compression)
+            payload, left = codec.compress(
+                {name: new[name] - base[name] for name in new}, residual, task.compression
+            )
         continued = Lineage(optimizer=before, residual=before)
         named = ledger.lineage(parent, task.order, continued)
-        self.after = task.task, named, {name: t.clone() for name, t in trainer.moments().items()}, left
+        self.after = (
+            task.task,
+            named,
+            {name: t.clone() for name, t in trainer.moments().items()},
+            left,
+        )
         said = Submission(
             run=self.run,
             worker=self.me.worker,
@@ -95,7 +110,13 @@ class Hand:
             self.next = self.client.submit(said).next
             self.state |= {task.block: self.after} if self.after else {}
         except Refused:  # the block is done
-            asked = TaskRequest(run=self.run, worker=self.me.worker, fingerprint=CONFIG.fingerprint, speed=0.0, nonce="0" * 32)
+            asked = TaskRequest(
+                run=self.run,
+                worker=self.me.worker,
+                fingerprint=CONFIG.fingerprint,
+                speed=0.0,
+                nonce="0" * 32,
+            )
             self.next = self.client.next_task(self.me.sign(asked)).next
 
 
@@ -109,7 +130,9 @@ class Clock:
 def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> Coordinator:
     """A run with rounds of two, an update that is two versions late, the fusion block, and one update that still waits."""
     coordinator = open_coordinator(folder, Clock())
-    coordinator.begin(CONFIG, Policy(task_steps=1, replicas=2, rounds=3, **policy), "tiny", prepared)
+    coordinator.begin(
+        CONFIG, Policy(task_steps=1, replicas=2, rounds=3, **policy), "tiny", prepared
+    )
     client = LocalClient(coordinator)
     a, b, c = (Hand(client, me, corpus) for me in PEOPLE.values())
     for hand in (a, b, c):

@@ -65,7 +65,9 @@ def run_folder(folder: Path, config: Config) -> Model:
     """A finished run with random weights, and its reference."""
     model = random_model(config)
     run: Run = create_run(folder, config, "none")
-    for number, block in enumerate([*model.blocks, *([model.fusion] if model.fusion else [])], start=1):
+    for number, block in enumerate(
+        [*model.blocks, *([model.fusion] if model.fusion else [])], start=1
+    ):
         publish(run, number, block)
     publish(run, REFERENCE, random_reference(config))
     seal(run, config, "none", None)
@@ -106,11 +108,17 @@ class Slow(FanBlocks):
 
 def fan_of(model: Model, *numbers: int) -> FanBlocks:
     """Some blocks of a model."""
-    return FanBlocks(model.config, {n: model.blocks[n - 1] for n in numbers or range(1, len(model.blocks) + 1)}, MODEL)
+    return FanBlocks(
+        model.config,
+        {n: model.blocks[n - 1] for n in numbers or range(1, len(model.blocks) + 1)},
+        MODEL,
+    )
 
 
 @contextlib.asynccontextmanager
-async def serving(holding: Holding, limits: Limits | None = None, key: bytes = KEY) -> AsyncIterator[Stage]:
+async def serving(
+    holding: Holding, limits: Limits | None = None, key: bytes = KEY
+) -> AsyncIterator[Stage]:
     """A stage, as long as the block lasts."""
     stage = Stage(holding, Guard(key), limits)
     await stage.start()
@@ -121,7 +129,9 @@ async def serving(holding: Holding, limits: Limits | None = None, key: bytes = K
 
 
 @contextlib.asynccontextmanager
-async def line_to(stage: Stage | str, fingerprint: str = "", key: bytes = KEY) -> AsyncIterator[StageLine]:
+async def line_to(
+    stage: Stage | str, fingerprint: str = "", key: bytes = KEY
+) -> AsyncIterator[StageLine]:
     """A line that is alive."""
     address = stage
     if isinstance(stage, Stage):
@@ -162,11 +172,17 @@ class Bare:
         made = await cls.dial(stage.address)
         challenge = (await made.next()).header
         assert isinstance(challenge, frames.Challenge)
-        made.say(handshake.make_hello(stage.guard.key, challenge.nonce, bytes(32), role, stage.holding.facts.fingerprint))
+        made.say(
+            handshake.make_hello(
+                stage.guard.key, challenge.nonce, bytes(32), role, stage.holding.facts.fingerprint
+            )
+        )
         assert isinstance((await made.next()).header, frames.Welcome)
         return made
 
-    def say(self, header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()) -> None:
+    def say(
+        self, header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()
+    ) -> None:
         """A frame."""
         self.raw(b"".join(frames.encode(header, session, sequence, payload)))
 
@@ -242,7 +258,9 @@ class Wire:
 
 def text_of(length: int, seed: int = 1) -> bytes:
     """Random bytes."""
-    return bytes(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return bytes(
+        torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    )
 
 
 def ids_of(text: bytes) -> Tensor:

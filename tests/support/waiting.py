@@ -10,7 +10,9 @@ from typing import Any
 PATIENCE = 120.0  # seconds
 
 
-def until(condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE) -> Any:
+def until(
+    condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE
+) -> Any:
     """What the condition finds."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
@@ -20,7 +22,9 @@ def until(condition: Callable[[], Any], what: str = "what was waited for", patie
     raise AssertionError(f"{what} did not happen")
 
 
-async def happening(condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE) -> Any:
+async def happening(
+    condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE
+) -> Any:
     """What the condition finds, without holding up the loop."""
     end = time.monotonic() + patience
     while time.monotonic() < end:

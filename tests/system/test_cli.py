@@ -23,30 +23,72 @@ from blocktrain.runs.folder import Run, open_run, publish
 from conftest import train_block
 from support.command import blocktrain
 
-TINY = ["--blocks", "3", "--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "4", "--steps", "12"]
+TINY = [
+    "--blocks",
+    "3",
+    "--layers-per-block",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "12",
+]
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "notes.txt"
-    path.write_text("".join(f"line {n} says that {n} and {n + 1} make {2 * n + 1}\n" for n in range(3000)))
+    path.write_text(
+        "".join(f"line {n} says that {n} and {n + 1} make {2 * n + 1}\n" for n in range(3000))
+    )
     return path
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "run"
-    done = blocktrain("train", "--data", str(text), "--out", str(folder), "--reference", "--json", *TINY, cwd=folder.parent)
+    done = blocktrain(
+        "train",
+        "--data",
+        str(text),
+        "--out",
+        str(folder),
+        "--reference",
+        "--json",
+        *TINY,
+        cwd=folder.parent,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["gap"] == pytest.approx(result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=1e-4)
+    assert result["gap"] == pytest.approx(
+        result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=1e-4
+    )
     return folder
 
 
 def test_a_run_folder_holds_all_that_is_promised(trained: Path) -> None:
-    expected = {"config.toml", "coordinator", "events.jsonl", "result.json", "report.html", "model", "reference", "state"}
+    expected = {
+        "config.toml",
+        "coordinator",
+        "events.jsonl",
+        "result.json",
+        "report.html",
+        "model",
+        "reference",
+        "state",
+    }
     assert expected == {path.name for path in trained.iterdir()}
-    assert {p.name for p in (trained / "model").iterdir()} == {*(f"block-{n}.safetensors" for n in (1, 2, 3)), "config.json", "README.md"}
+    assert {p.name for p in (trained / "model").iterdir()} == {
+        *(f"block-{n}.safetensors" for n in (1, 2, 3)),
+        "config.json",
+        "README.md",
+    }
 
 
 def test_evaluate_agrees_with_the_result_of_the_run(
@@ -55,17 +97,32 @@ def test_evaluate_agrees_with_the_result_of_the_run(
     assert _called(monkeypatch, "evaluate", str(trained), "--json") == 0
     models = json.loads(capsys.readouterr().out)["models"]
     result = json.loads((trained / "result.json").read_text())["valid_ce"]
-    assert {name: told["nats_per_byte"] for name, told in models.items()} == pytest.approx(result, abs=1e-4)
+    assert {name: told["nats_per_byte"] for name, told in models.items()} == pytest.approx(
+        result, abs=1e-4
+    )
     assert {"composed", "block_1", "block_2", "pool", "fuse", "reference"} == set(models)
 
 
 @pytest.mark.parametrize("mode", [[], ["--mode", "sweep", "--sweeps", "3"]])
 def test_the_same_seed_writes_the_same_bytes(
-    trained: Path, mode: list[str], monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+    trained: Path,
+    mode: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     texts = []
     for seed in ("5", "5", "6"):
-        words = ("generate", str(trained), "--prompt", "line 1", "--max-tokens", "40", "--seed", seed, *mode)
+        words = (
+            "generate",
+            str(trained),
+            "--prompt",
+            "line 1",
+            "--max-tokens",
+            "40",
+            "--seed",
+            seed,
+            *mode,
+        )
         assert _called(monkeypatch, *words) == 0
         texts.append(capfdbinary.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
@@ -73,9 +130,20 @@ def test_the_same_seed_writes_the_same_bytes(
     assert len(texts[0]) > 40
 
 
-def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(tmp_path: Path, text: Path) -> None:
+def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
+    tmp_path: Path, text: Path
+) -> None:
     settings = ["--data", str(text), *TINY[:-1], "200"]
-    command = [sys.executable, "-m", "blocktrain", "train", "--out", "cut", "--reference", *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "blocktrain",
+        "train",
+        "--out",
+        "cut",
+        "--reference",
+        *settings,
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _until(lambda: '"step"' in _read(tmp_path / "cut" / "events.jsonl"), process)
     process.send_signal(signal.SIGINT)
@@ -85,18 +153,26 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(tmp_path: Path
     assert not (tmp_path / "cut" / "result.json").exists()
     again = blocktrain("train", "--resume", "--out", "cut", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "cut" / "result.json").read_text())["gap"] is not None  # the reference was not forgotten
+    assert (
+        json.loads((tmp_path / "cut" / "result.json").read_text())["gap"] is not None
+    )  # the reference was not forgotten
     config = open_run(tmp_path / "cut").config
     corpus = open_corpus(str(text), None, tmp_path)
     blocks = [train_block(config, index, corpus) for index in (1, 2)]
     blocks.append(train_block(config, 3, corpus, blocks))
     for index, block in enumerate(blocks, 1):  # as the plain loop leaves them, never stopped
         publish(Run(tmp_path / "whole"), index, block)
-        assert Run(tmp_path / "cut").weights(index).read_bytes() == Run(tmp_path / "whole").weights(index).read_bytes()
+        assert (
+            Run(tmp_path / "cut").weights(index).read_bytes()
+            == Run(tmp_path / "whole").weights(index).read_bytes()
+        )
 
 
 def test_a_run_that_was_stopped_before_its_result_is_the_one_to_resume(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path(shutil.copytree(trained, tmp_path / "runs" / "001-notes"))
@@ -105,7 +181,22 @@ def test_a_run_that_was_stopped_before_its_result_is_the_one_to_resume(
     assert _called(monkeypatch, "train", "--resume", "--width", "16") == 0
     assert (run / "result.json").read_bytes() == result
     capsys.readouterr()
-    assert _called(monkeypatch, "train", "--resume", "--out", str(run), "--data", "other.txt", "--preset", "paper", "--width", "32") == 2
+    assert (
+        _called(
+            monkeypatch,
+            "train",
+            "--resume",
+            "--out",
+            str(run),
+            "--data",
+            "other.txt",
+            "--preset",
+            "paper",
+            "--width",
+            "32",
+        )
+        == 2
+    )
     assert "data, preset, width cannot change on --resume" in capsys.readouterr().err
     path = run / "config.toml"
     path.write_text(path.read_text().replace("seed = 0", "seed = 5"))
@@ -132,7 +223,9 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> Non
     deadline = time.monotonic() + 120
     while not condition():
         if time.monotonic() > deadline or process.poll() is not None:
-            pytest.fail(f"the process ended with {process.returncode} before it did what was waited for")
+            pytest.fail(
+                f"the process ended with {process.returncode} before it did what was waited for"
+            )
         time.sleep(0.02)
 
 
@@ -140,8 +233,14 @@ BAD_INPUT = [
     (["train", "--data", "nowhere.txt"], "no corpus 'nowhere.txt'"),
     (["train", "--data", "empty.txt"], "is empty"),
     (["train", "--data", "short.txt", "--context", "128"], "smaller --context"),
-    (["train", "--data", "notes.txt", "--sigma-min", "10", "--sigma-max", "1"], "sigma_min=10.0 must be below sigma_max=1.0"),
-    (["train", "--data", "notes.txt", "--width", "30", "--heads", "4"], "heads=4 must divide width=30"),
+    (
+        ["train", "--data", "notes.txt", "--sigma-min", "10", "--sigma-max", "1"],
+        "sigma_min=10.0 must be below sigma_max=1.0",
+    ),
+    (
+        ["train", "--data", "notes.txt", "--width", "30", "--heads", "4"],
+        "heads=4 must divide width=30",
+    ),
     (["train", "--data", "notes.txt", "--compose", "euler"], "needs objective=denoise"),
     (["train", "--data", "notes.txt", "--config", "unknown.toml"], "unknown setting 'colour'"),
     (["train", "--data", "notes.txt", "--config", "damaged.toml"], "not valid TOML"),
@@ -155,13 +254,34 @@ BAD_INPUT = [
     (["train", "--steps", "many"], "steps: must be a whole number (got 'many')"),
     (["train", "--colour", "blue"], "Unknown option: --colour"),
     (["train", "--data", ""], "no corpus ''"),
-    (["train", "--device", "tpu"], "device: is none of cpu, cuda, cuda:N, mps and auto (got 'tpu')"),
+    (
+        ["train", "--device", "tpu"],
+        "device: is none of cpu, cuda, cuda:N, mps and auto (got 'tpu')",
+    ),
     (["train", "--preset", "paper", "--sigma-data", "1e300"], "sigma_data: must be at most"),
     (["train", "--preset", "paper", "--sigma-max", "1e308"], "sigma_max: must be at most"),
-    (["train", "--preset", "paper", "--tail", "8", "--p-std", "0.1", "--sigma-min", "0.01", "--tail-sigma-min", "1"], "leave no noise"),
+    (
+        [
+            "train",
+            "--preset",
+            "paper",
+            "--tail",
+            "8",
+            "--p-std",
+            "0.1",
+            "--sigma-min",
+            "0.01",
+            "--tail-sigma-min",
+            "1",
+        ],
+        "leave no noise",
+    ),
     (["bench", "quality", "--scale", "tiny", "--data", "."], "lies inside the corpus"),
     (["train", "--data", "notes\udcff.txt"], "no corpus"),
-    (["evaluate", "full", "--device", "gpu"], "device='gpu' is none of cpu, cuda, cuda:N, mps and auto"),
+    (
+        ["evaluate", "full", "--device", "gpu"],
+        "device='gpu' is none of cpu, cuda, cuda:N, mps and auto",
+    ),
     (["generate", "full", "--max-tokens", "0"], "--max-tokens: must be at least 1 (got 0)"),
     (["generate", "full", "--max-tokens", "3.9"], "--max-tokens: must be a whole number (got 3.9)"),
     (["generate", "full", "--temperature"], "--temperature needs a value"),
@@ -175,7 +295,21 @@ BAD_INPUT = [
     (["bench", "quality", "--scale", "tiny", "--seed", "1", "--seed", "1"], "named twice"),
     (["generate", "full", "--temperature", "nan"], "must be at least 0"),
     (["generate", "full", "--seed", str(2**64)], "must be at most"),
-    (["bench", "quality", "--scale", "tiny", "--out", "bench", "--sigma-min", "0.1", "--sigma-max", "0.5"], "sigma_min=1.0 must be below"),
+    (
+        [
+            "bench",
+            "quality",
+            "--scale",
+            "tiny",
+            "--out",
+            "bench",
+            "--sigma-min",
+            "0.1",
+            "--sigma-max",
+            "0.5",
+        ],
+        "sigma_min=1.0 must be below",
+    ),
     (["train", "--resume", "--out", "full"], "not a run folder"),
     (["train", "--resume"], "no unfinished run"),
     (["evaluate", "nothing"], "no finished model"),
@@ -183,9 +317,16 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), BAD_INPUT, ids=[" ".join(a) for a, _ in BAD_INPUT])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), BAD_INPUT, ids=[" ".join(a) for a, _ in BAD_INPUT]
+)
 def test_bad_input_gets_one_sentence(
-    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLOCKTRAIN_CACHE", str(tmp_path / "cache"))
@@ -208,13 +349,19 @@ def test_bad_input_gets_one_sentence(
     assert sentence in said
     assert said.startswith("blocktrain: ")
     assert len(said.strip().splitlines()) == 1
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "cache" not in path.parts}
+    kept = {
+        path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "cache" not in path.parts
+    }
     assert kept == before
 
 
 @pytest.mark.parametrize("name", ["model/block-1.safetensors", "reference/model.safetensors"])
 def test_a_damaged_model_is_refused(
-    trained: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
     path = copy / name
@@ -226,12 +373,18 @@ def test_a_damaged_model_is_refused(
 
 
 def test_a_resumed_run_trusts_its_own_record(
-    trained: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Blocks are written again from the ledger, figures survive a damaged log, and other text than at the beginning is refused."""
     run = Run(Path(shutil.copytree(trained, tmp_path / "copy")))
     good = run.weights(1).read_bytes()
-    publish(run, 1, build_block(open_run(run.folder).config, 1))  # of this shape, but not of this run
+    publish(
+        run, 1, build_block(open_run(run.folder).config, 1)
+    )  # of this shape, but not of this run
     with run.events.open("ab") as log:
         log.write(b'5\n\xff\xfe\n{"kind": "trained", "block": 1}\n' + b"[" * 100_000 + b"\n")
     result = (run.folder / "result.json").read_bytes()
@@ -250,7 +403,10 @@ def test_a_resumed_run_trusts_its_own_record(
 
 
 def test_only_what_is_unfinished_is_resumed(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path(shutil.copytree(trained, tmp_path / "runs" / "001-notes"))
@@ -260,7 +416,9 @@ def test_only_what_is_unfinished_is_resumed(
     assert newest_unfinished() == Path("runs/001-notes")
     shutil.copy(trained / "report.html", run)
     result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, "gap": None}))  # the reference was asked for later
+    (run / "result.json").write_text(
+        json.dumps({**result, "gap": None})
+    )  # the reference was asked for later
     assert newest_unfinished() == Path("runs/001-notes")
     shutil.rmtree(run / "coordinator")  # as a pulled model is
     with pytest.raises(RunError, match="no unfinished run"):
@@ -281,7 +439,13 @@ def test_only_what_is_unfinished_is_resumed(
     ],
 )
 def test_a_model_whose_settings_were_changed_is_refused(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], old: str, new: str, sentence: str
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    sentence: str,
 ) -> None:
     path = Path(shutil.copytree(trained, tmp_path / "copy")) / "model" / "config.json"
     path.write_text(path.read_text().replace(old, new, 1))
@@ -311,5 +475,9 @@ def test_help_teaches_and_starts_fast(tmp_path: Path) -> None:
     assert "Ctrl-C saves" in done.stdout
     assert "--feature-dropout" in done.stdout
     code = "import sys, blocktrain.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "the command line must not load torch to print help"
-    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - began < 10, "seconds of a processor"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
+        "the command line must not load torch to print help"
+    )
+    assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - began < 10, (
+        "seconds of a processor"
+    )

@@ -17,7 +17,20 @@ from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TINY = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "4"]
+TINY = [
+    "--layers-per-block",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "4",
+]
 ROOMS_SHOWN = ("blocktrain", "learning", "coordination")  # with every file
 ADDRESS = "http://127.0.0.1:8470"  # what the documents say; the test takes a free port
 TINY_BENCH: dict[str, list[str]] = {"memory": [], "step": ["--repeats", "3"]}
@@ -26,14 +39,21 @@ TINY_BENCH: dict[str, list[str]] = {"memory": [], "step": ["--repeats", "3"]}
 def commands(page: Path) -> list[str]:
     """The lines of all shell blocks of a page, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return [line.split("   #")[0].strip() for block in blocks for line in block.splitlines() if line.split("#")[0].strip()]
+    return [
+        line.split("   #")[0].strip()
+        for block in blocks
+        for line in block.splitlines()
+        if line.split("#")[0].strip()
+    ]
 
 
 def shrunk(arguments: list[str]) -> list[str]:
     """The same command on less: fewer steps of a smaller model on shorter text."""
     arguments = ["my-notes.txt" if a == "stdlib" else a for a in arguments]
     if arguments[0] == "train" and "--help" not in arguments and "--resume" not in arguments:
-        kept = [a for i, a in enumerate(arguments) if a != "--steps" and arguments[i - 1] != "--steps"]
+        kept = [
+            a for i, a in enumerate(arguments) if a != "--steps" and arguments[i - 1] != "--steps"
+        ]
         return [*kept, *TINY, *([] if "--data" in kept else ["--data", "my-notes.txt"])]
     if arguments[0] == "generate":
         return [*arguments, "--max-tokens", "8"]
@@ -133,21 +153,27 @@ def run(desk: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 def unfinished(desk: Path) -> None:
     """Make the newest run look as a crash leaves it: its last block is not published."""
-    newest = max((desk / "runs").glob("*/result.json"), key=lambda result: result.parent.name).parent
+    newest = max(
+        (desk / "runs").glob("*/result.json"), key=lambda result: result.parent.name
+    ).parent
     for name in ("result.json", "model/config.json", "model/block-4.safetensors"):
         (newest / name).unlink()
 
 
 @pytest.mark.timeout(1200)  # minutes on two cores, and many waits
 def test_every_command_of_the_documents_works(desk: Path, network: Network) -> None:
-    first = run(desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY])  # what `make train` leaves
+    first = run(
+        desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY]
+    )  # what `make train` leaves
     assert first.returncode == 0, first.stderr
     seen = set()
     for page in PAGES:
         for line in commands(page):
             words = shlex.split(line)
             if words[0] == "make":
-                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{page.name}: {line}"
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+                    f"{page.name}: {line}"
+                )
                 continue
             assert words[0] == "blocktrain", f"{page.name}: {line}"
             if line in seen:
@@ -157,7 +183,9 @@ def test_every_command_of_the_documents_works(desk: Path, network: Network) -> N
                 unfinished(desk)
             if words[1] == "bench" and words[2] not in TINY_BENCH:
                 there = (ROOT / "tests" / f"test_bench_{words[2]}.py").read_text()
-                assert f'blocktrain("bench", "{words[2]}"' in there, f"{page.name}: {line}"  # it is run there, at tiny scale
+                assert f'blocktrain("bench", "{words[2]}"' in there, (
+                    f"{page.name}: {line}"
+                )  # it is run there, at tiny scale
                 continue
             if words[1] == "coordinator":
                 network.start(words[1:])
@@ -177,7 +205,11 @@ def test_every_command_of_the_documents_works(desk: Path, network: Network) -> N
 def test_the_file_tree_in_the_readme_is_the_one_on_disk() -> None:
     tree = (ROOT / "README.md").read_text().split("## What is where")[1]
     named = set(re.findall(r"\b(\w+\.py)\b", tree))
-    there = {path.name for path in (ROOT / "src" / "blocktrain").rglob("*.py") if path.parent.name in ROOMS_SHOWN}
+    there = {
+        path.name
+        for path in (ROOT / "src" / "blocktrain").rglob("*.py")
+        if path.parent.name in ROOMS_SHOWN
+    }
     assert named == there - {"__init__.py"}
 
 

@@ -55,7 +55,9 @@ class Process:
         command = [sys.executable, "-m", "blocktrain", *self.arguments]
         env = environment(self.folder, OMP_NUM_THREADS="1")
         with self.path("out").open("wb") as out, self.path("err").open("wb") as err:
-            self.running = subprocess.Popen(command, cwd=self.folder, env=env, stdout=out, stderr=err, preexec_fn=before)  # noqa: PLW1509
+            self.running = subprocess.Popen(
+                command, cwd=self.folder, env=env, stdout=out, stderr=err, preexec_fn=before
+            )
         return self
 
     def path(self, kind: str, number: int | None = None) -> Path:
@@ -108,11 +110,21 @@ class Processes:
         return self.all[-1]
 
     def coordinator(self, folder: Path, port: int = 0) -> Process:
-        return self.make("coordinator", "coordinator", "--out", str(folder), "--listen", f"127.0.0.1:{port}", "--json")
+        return self.make(
+            "coordinator",
+            "coordinator",
+            "--out",
+            str(folder),
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--json",
+        )
 
     def worker(self, url: str, number: int = 0) -> Process:
         cache = str(self.folder / f"cache-{number}")
-        return self.make(f"worker-{number}", "worker", url, "--cache", cache, "--device", "cpu", "--json")
+        return self.make(
+            f"worker-{number}", "worker", url, "--cache", cache, "--device", "cpu", "--json"
+        )
 
 
 @pytest.fixture
@@ -132,7 +144,9 @@ def until(condition: Callable[[], Any], what: str, *watched: Process) -> Any:
         for process in watched:
             assert process.alive, f"{process.name} ended: {process.errors()}"
         time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen; {[(p.name, p.lines()[-3:], p.errors()) for p in watched]}")
+    raise AssertionError(
+        f"{what} did not happen; {[(p.name, p.lines()[-3:], p.errors()) for p in watched]}"
+    )
 
 
 def healthy(url: str) -> bool:
@@ -155,9 +169,18 @@ def ledger_updates(folder: Path) -> list[str]:
 # Kills
 
 
-def test_kills_at_random_lose_and_double_nothing(tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_at_random_lose_and_double_nothing(
+    tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
-    begin(folder, config=CONFIG.replace(steps=100_000), replicas=None, task_steps=4, first_deadline=4.0, max_staleness=8).close()
+    begin(
+        folder,
+        config=CONFIG.replace(steps=100_000),
+        replicas=None,
+        task_steps=4,
+        first_deadline=4.0,
+        max_staleness=8,
+    ).close()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     coordinator = processes.coordinator(folder, port).start()
@@ -172,7 +195,9 @@ def test_kills_at_random_lose_and_double_nothing(tmp_path: Path, processes: Proc
         assert worker.end(signal.SIGTERM) == 0, worker.errors()
     assert coordinator.end(signal.SIGINT) == 0, coordinator.errors()
     recorded = Counter(ledger_updates(folder))
-    assert {entry: recorded[entry] for entry in acknowledged(workers)} == dict.fromkeys(acknowledged(workers), 1)
+    assert {entry: recorded[entry] for entry in acknowledged(workers)} == dict.fromkeys(
+        acknowledged(workers), 1
+    )
     capsys.readouterr()
     audit_command(str(folder), json_=True)
     found = json.loads(capsys.readouterr().out)
@@ -183,10 +208,17 @@ def test_kills_at_random_lose_and_double_nothing(tmp_path: Path, processes: Proc
 
 def acknowledged(workers: list[Process]) -> list[str]:
     """The entries that workers were told about."""
-    return [line["entry"] for worker in workers for line in worker.all_lines() if line["kind"] == "accepted"]
+    return [
+        line["entry"]
+        for worker in workers
+        for line in worker.all_lines()
+        if line["kind"] == "accepted"
+    ]
 
 
-def kill_at_random(coordinator: Process, workers: list[Process], url: str, draw: random.Random) -> Counter[str]:
+def kill_at_random(
+    coordinator: Process, workers: list[Process], url: str, draw: random.Random
+) -> Counter[str]:
     """For half a minute, and on a busy machine until enough were hit at work; started again at once, in the same place."""
     kills: Counter[str] = Counter()
     began = time.monotonic()
@@ -195,7 +227,10 @@ def kill_at_random(coordinator: Process, workers: list[Process], url: str, draw:
         time.sleep(draw.uniform(0.5, 1.5))
         victim = draw.choice([coordinator, coordinator, *workers])
         # One that still starts is killed only now and then, or nobody would ever get to work.
-        if not (healthy(url) if victim is coordinator else victim.said("task")) and draw.random() < 0.9:
+        if (
+            not (healthy(url) if victim is coordinator else victim.said("task"))
+            and draw.random() < 0.9
+        ):
             continue
         assert victim.alive, f"{victim.name} ended by itself: {victim.errors()}"
         victim.end()
@@ -208,29 +243,44 @@ def settle(coordinator: Process, workers: list[Process], url: str) -> None:
     """Everyone is back, and has had something accepted after the last kill."""
     until(lambda: healthy(url), "a recovery", coordinator)
     for worker in workers:
-        until(lambda worker=worker: worker.said("accepted") or worker.said("left"), f"an update of {worker.name}", coordinator, worker)  # type: ignore[misc]
+        until(
+            lambda worker=worker: worker.said("accepted") or worker.said("left"),
+            f"an update of {worker.name}",
+            coordinator,
+            worker,
+        )  # type: ignore[misc]
     until(lambda: len(acknowledged(workers)) >= 5, "a fifth update", coordinator)
 
 
 # A worker that sleeps
 
 
-def test_a_worker_that_was_stopped_past_its_lease_goes_on(tmp_path: Path, processes: Processes) -> None:
+def test_a_worker_that_was_stopped_past_its_lease_goes_on(
+    tmp_path: Path, processes: Processes
+) -> None:
     config = CONFIG.replace(blocks=1, steps=100_000)
-    coordinator = begin(tmp_path / "run", config=config, replicas=None, task_steps=100, max_staleness=1000)
+    coordinator = begin(
+        tmp_path / "run", config=config, replicas=None, task_steps=100, max_staleness=1000
+    )
     client = LocalClient(coordinator)
     other = FakeWorker(client, seed=2)
     with running(coordinator, Listen()) as url:
         sleeper = processes.worker(url).start()
-        until(lambda: len(sleeper.said("accepted")) >= 3, "three updates", sleeper)  # so that a lease is no longer than usual
+        until(
+            lambda: len(sleeper.said("accepted")) >= 3, "three updates", sleeper
+        )  # so that a lease is no longer than usual
         task = stop_at_work(sleeper)
         until(lambda: task in expired(client), "the end of the lease")
         taken = as_task(other.join(speed=1.0).next)
         assert (taken.task, taken.fence) == (task, 2), "another gets the task"
         before = len(sleeper.said("accepted"))
         sleeper.tell(signal.SIGCONT)
-        no = until(lambda: sleeper.said("abandoned") + sleeper.said("refused"), "a refusal", sleeper)
-        assert no[0]["task"] == task and ("stale_fence" in no[0]["reason"] or "another worker" in no[0]["reason"])
+        no = until(
+            lambda: sleeper.said("abandoned") + sleeper.said("refused"), "a refusal", sleeper
+        )
+        assert no[0]["task"] == task and (
+            "stale_fence" in no[0]["reason"] or "another worker" in no[0]["reason"]
+        )
         until(lambda: len(sleeper.said("accepted")) > before, "an update after all", sleeper)
         assert other.send(taken).receipt.accepted
         me = next(w for w in client.status().workers if w.worker != other.id)
@@ -262,7 +312,9 @@ def expired(client: LocalClient) -> set[int]:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_fails_acknowledges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_disk_that_fails_acknowledges_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     coordinator = begin(tmp_path / "run")
     server = Server(coordinator, Listen())
     server.start()
@@ -280,7 +332,11 @@ def test_a_disk_that_fails_acknowledges_nothing(tmp_path: Path, monkeypatch: pyt
         client.submit(worker.submission(first, payload))
     assert refused.value.code == Code.STORAGE_FAILED
     monkeypatch.undo()  # the disk is well again, and this process is still not to be trusted
-    for call in (lambda: client.submit(worker.submission(first, payload)), client.manifest, worker.ask):
+    for call in (
+        lambda: client.submit(worker.submission(first, payload)),
+        client.manifest,
+        worker.ask,
+    ):
         with pytest.raises((Refused, Unreachable)) as no:
             call()
         assert not isinstance(no.value, Refused) or no.value.code == Code.STORAGE_FAILED
@@ -298,11 +354,15 @@ def test_a_disk_that_fails_acknowledges_nothing(tmp_path: Path, monkeypatch: pyt
     again.close()
 
 
-def test_a_full_disk_ends_the_process_and_loses_nothing(tmp_path: Path, processes: Processes) -> None:
+def test_a_full_disk_ends_the_process_and_loses_nothing(
+    tmp_path: Path, processes: Processes
+) -> None:
     folder = tmp_path / "run"
     begin(folder).close()
     limit = 400_000  # more than a blob, less than a database that grows
-    process = processes.coordinator(folder).start(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = processes.coordinator(folder).start(
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
     url = until(process.lines, "a start", process)[0]["url"]
     until(lambda: healthy(url), "a start", process)
     worker = FakeWorker(HttpClient(url, timeout=PATIENCE))
@@ -329,9 +389,19 @@ def test_a_full_disk_ends_the_process_and_loses_nothing(tmp_path: Path, processe
 # Starting
 
 
-def test_a_coordinator_answers_soon_and_never_loads_torch(tmp_path: Path, processes: Processes) -> None:
+def test_a_coordinator_answers_soon_and_never_loads_torch(
+    tmp_path: Path, processes: Processes
+) -> None:
     prepared()  # for its text
-    settings = {"blocks": 2, "width": 16, "heads": 2, "context": 16, "batch": 2, "steps": 40, "compose": CONFIG.compose}
+    settings = {
+        "blocks": 2,
+        "width": 16,
+        "heads": 2,
+        "context": 16,
+        "batch": 2,
+        "steps": 40,
+        "compose": CONFIG.compose,
+    }
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     process = processes.coordinator(tmp_path / "run")
     process.arguments += ("--data", str(prepared().parent / "text"), *flags)
@@ -340,7 +410,9 @@ def test_a_coordinator_answers_soon_and_never_loads_torch(tmp_path: Path, proces
     until(lambda: _answers(url), "an answer", process)
     assert process.running is not None
     took = processor_seconds(process.running.pid)
-    print(f"the first answer came after {time.monotonic() - process.started:.1f} s, {took:.1f} s of them on a processor")
+    print(
+        f"the first answer came after {time.monotonic() - process.started:.1f} s, {took:.1f} s of them on a processor"
+    )
     assert took < 10, "a few seconds, however busy the machine is"
     until(lambda: healthy(url), "a run", process)
     loaded = Path(f"/proc/{process.running.pid}/maps").read_text()

@@ -26,7 +26,16 @@ from blocktrain.watch.feed import EVENTS, MAX_BEHIND, MAX_HISTORY, Feed, History
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import blocktrain, start
-from support.coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin, beginning, crash
+from support.coordination_world import (
+    OPERATOR,
+    TOKEN,
+    Clock,
+    FakeWorker,
+    as_task,
+    begin,
+    beginning,
+    crash,
+)
 from support.listening import Reader, fetch, parse
 from support.waiting import until
 
@@ -34,9 +43,14 @@ LONG = 200.0  # seconds of the run's clock: nobody who was silent for so long is
 
 
 @contextmanager
-def serving(folder: Path, clock: Clock | None = None) -> Iterator[tuple[Coordinator, str, HttpClient]]:
+def serving(
+    folder: Path, clock: Clock | None = None
+) -> Iterator[tuple[Coordinator, str, HttpClient]]:
     """A run with rounds of one update behind HTTP."""
-    with beginning(folder, clock=clock) as coordinator, running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url:
+    with (
+        beginning(folder, clock=clock) as coordinator,
+        running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
+    ):
         client = HttpClient(url, TOKEN)
         try:
             yield coordinator, url, client
@@ -59,33 +73,66 @@ def test_a_run_is_told_as_it_happens(tmp_path: Path) -> None:
         reader.wait("ready")
         assert [event for _, event, _ in reader.told[:4]] == ["run", "worker", "task", "ready"]
         run = reader.of("run")[0]
-        assert (run["blocks"], run["fusion"], run["compose"], run["corpus"]) == (2, None, "pool", "words")
+        assert (run["blocks"], run["fusion"], run["compose"], run["corpus"]) == (
+            2,
+            None,
+            "pool",
+            "words",
+        )
         assert "restart" not in run and run["run"] == worker.run
         told = reader.of("task")[0]
-        assert (told["worker"], told["task"], told["target"], told["steps"]) == (worker.id, task.task, 1, task.steps)
+        assert (told["worker"], told["task"], told["target"], told["steps"]) == (
+            worker.id,
+            task.task,
+            1,
+            task.steps,
+        )
         assert told["deadline"] == pytest.approx(time.time() + task.deadline_seconds, abs=60)
 
         payload = worker.payload(task)
         worker.send(task, payload)
         update = reader.wait("update")
-        assert (update["block"], update["bytes"], update["loss_after"], update["staleness"]) == (task.block, len(payload), 2.5, 0)
+        assert (update["block"], update["bytes"], update["loss_after"], update["staleness"]) == (
+            task.block,
+            len(payload),
+            2.5,
+            0,
+        )
         assert update["sentence"] == worker.receipts[-1].sentence
         version = reader.wait("version")
         status = coordinator.status()
         block = status.blocks[task.block - 1]
-        assert (version["version"], version["steps"], version["weights"]) == (1, block.steps, block.weights.sha256)
-        assert version["length"] == block.weights.length and version["updates"] == 1 and version["dropped"] == {}
+        assert (version["version"], version["steps"], version["weights"]) == (
+            1,
+            block.steps,
+            block.weights.sha256,
+        )
+        assert (
+            version["length"] == block.weights.length
+            and version["updates"] == 1
+            and version["dropped"] == {}
+        )
         assert 0 < version["bytes_in"] <= status.bytes_in
         assert reader.wait("status")["workers"][0]["worker"] == worker.id
 
         numbers = [seq for seq, event, _ in reader.told if seq is not None]
         assert numbers == list(range(1, len(numbers) + 1))
         assert all((seq is None) == (event in ("ready", "status")) for seq, event, _ in reader.told)
-        assert stored(tmp_path)[: len(numbers)] == [(data["seq"], data["kind"]) for seq, _, data in reader.told if seq is not None]
+        assert stored(tmp_path)[: len(numbers)] == [
+            (data["seq"], data["kind"]) for seq, _, data in reader.told if seq is not None
+        ]
 
 
 def heartbeat(worker: FakeWorker, task: m.Task) -> m.Heartbeat:
-    return m.Heartbeat(run=worker.run, worker=worker.id, task=task.task, fence=task.fence, step=1, bytes=0, nonce="0" * 32)
+    return m.Heartbeat(
+        run=worker.run,
+        worker=worker.id,
+        task=task.task,
+        fence=task.fence,
+        step=1,
+        bytes=0,
+        nonce="0" * 32,
+    )
 
 
 def test_refusals_are_told_and_blamed_on_nobody_who_did_not_sign(tmp_path: Path) -> None:
@@ -99,8 +146,12 @@ def test_refusals_are_told_and_blamed_on_nobody_who_did_not_sign(tmp_path: Path)
             with pytest.raises(Refused):
                 client.submit(worker.submission(task, b"another payload"))
         refused = reader.wait("refused", worker=worker.id)
-        assert (refused["code"], refused["block"]) == ("task_answered", task.block) and refused["sentence"]
-        assert until(lambda: sum(e["count"] for e in reader.of("refused")) == 3, "three refusals, folded")
+        assert (refused["code"], refused["block"]) == ("task_answered", task.block) and refused[
+            "sentence"
+        ]
+        assert until(
+            lambda: sum(e["count"] for e in reader.of("refused")) == 3, "three refusals, folded"
+        )
         with pytest.raises(Refused):  # signed by somebody else: nobody is blamed
             client.heartbeat(FakeWorker(client, 9).identity.sign(heartbeat(worker, task)))
         assert reader.wait("refused", code="bad_signature")["worker"] == ""
@@ -143,8 +194,13 @@ def test_the_history_can_be_asked_for_from_any_point(tmp_path: Path) -> None:
         seqs = [seq for seq, _, _ in everything if seq is not None]
         assert everything[-1][1:] == ("ready", {"last": len(seqs), "left_out": 0})
         assert seqs == [event["seq"] for event in read_events(tmp_path / EVENTS)]
-        for path, headers in (("/v1/events?follow=0&after=4", {}), ("/v1/events?follow=0", {"Last_Event_ID": "4"})):
-            assert [seq for seq, _, _ in parse(fetch(url, path, **headers)[2].decode())][:-1] == seqs[4:]
+        for path, headers in (
+            ("/v1/events?follow=0&after=4", {}),
+            ("/v1/events?follow=0", {"Last_Event_ID": "4"}),
+        ):
+            assert [seq for seq, _, _ in parse(fetch(url, path, **headers)[2].decode())][
+                :-1
+            ] == seqs[4:]
         another_log = parse(fetch(url, "/v1/events?follow=0&after=99999")[2].decode())
         assert [seq for seq, _, _ in another_log][:-1] == seqs
         assert fetch(url, "/v1/events?after=x")[0] == 400
@@ -167,7 +223,9 @@ def test_a_long_history_is_thinned_of_what_is_frequent(tmp_path: Path) -> None:
     assert sum(event.kind == "version" for event in kept) == versions
     assert [event.seq for event in kept] == sorted(event.seq for event in kept)
     frequent = [event.value["number"] for event in kept if event.kind != "version"]
-    assert frequent == list(range(MAX_HISTORY + 500 - len(frequent), MAX_HISTORY + 500)), "the newest are kept"
+    assert frequent == list(range(MAX_HISTORY + 500 - len(frequent), MAX_HISTORY + 500)), (
+        "the newest are kept"
+    )
     assert feed.listen(Listener(), last - 10)[:2] == (places[-10:], 0)
     feed.close()
     again = History(tmp_path / EVENTS)
@@ -225,14 +283,20 @@ def test_a_log_from_another_hand_is_read_as_far_as_it_goes(tmp_path: Path) -> No
     feed.close()
 
 
-def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "BODY_SECONDS", 4.0)  # one who reads, on a busy machine, has this long for a line's buffer
+def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        web, "BODY_SECONDS", 4.0
+    )  # one who reads, on a busy machine, has this long for a line's buffer
     monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
     with serving(tmp_path) as (coordinator, url, _), socket.socket() as deaf, ExitStack() as stack:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")
         deaf.connect((host, int(port)))
-        deaf.sendall(f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        deaf.sendall(
+            f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        )
         reader = Reader(url)
         stack.callback(reader.close)
         reader.wait("ready")
@@ -242,7 +306,10 @@ def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(tmp_path: Path, mo
             for _ in range(60):
                 coordinator.feed.put("refused", sentence="x" * 8000, number=(count := count + 1))
             reader.wait("refused", number=count)
-        until(lambda: b"blocktrain_listeners 1.0" in fetch(url, "/metrics")[2], "the end of the one who does not read")
+        until(
+            lambda: b"blocktrain_listeners 1.0" in fetch(url, "/metrics")[2],
+            "the end of the one who does not read",
+        )
         coordinator.feed.put("refused", sentence="after it", number=(count := count + 1))
         reader.wait("refused", number=count)
         assert [e["number"] for e in reader.of("refused")] == list(range(1, count + 1))
@@ -261,7 +328,9 @@ def test_a_listener_that_leaves_events_lying_gets_no_more() -> None:
     assert slow.gone and slow.take() == [] and not quick.gone
 
 
-def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch_api, "MAX_LISTENERS", 3)
     monkeypatch.setattr(http_api, "MAX_FROM_ONE", 3)
     monkeypatch.setattr(web, "FINISH_SECONDS", 600.0)
@@ -282,7 +351,9 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(tmp_path: Path, 
     assert all(reader.ended for reader in readers[1:])
 
 
-def test_a_disk_without_room_for_events_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_without_room_for_events_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / EVENTS).symlink_to("/dev/full")
     with beginning(tmp_path) as coordinator:
         listener = Listener()
@@ -290,13 +361,22 @@ def test_a_disk_without_room_for_events_stops_nothing(tmp_path: Path, capsys: py
         watch = Watch(coordinator)
         worker = FakeWorker(LocalClient(coordinator))
         assert worker.send(worker.joined()).receipt.accepted
-        assert [event.kind for event in listener.take()] == ["worker", "task", "update", "version", "task"]
+        assert [event.kind for event in listener.take()] == [
+            "worker",
+            "task",
+            "update",
+            "version",
+            "task",
+        ]
         assert coordinator.feed.dropped >= 5 and "the run goes on" in coordinator.feed.problem
         for _ in range(3):
             watch.tell()
         said = capsys.readouterr().err
         assert said.replace("\n", " ").count("the run goes on") == 1
-        assert "worker fake 1 joined (cpu)" in said and "block 1 version 1: 2 steps, loss 2.500" in said
+        assert (
+            "worker fake 1 joined (cpu)" in said
+            and "block 1 version 1: 2 steps, loss 2.500" in said
+        )
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -315,7 +395,9 @@ feed.put("version", dropped=feed.dropped)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     *fitted, last = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    assert [event["number"] for event in fitted] == list(range(len(fitted))) and 5 < len(fitted) < 30
+    assert [event["number"] for event in fitted] == list(range(len(fitted))) and 5 < len(
+        fitted
+    ) < 30
     assert last["seq"] == 31 and last["dropped"] == 30 - len(fitted)
 
 
@@ -324,12 +406,25 @@ def test_the_page_is_there_for_anyone_and_can_do_little(tmp_path: Path) -> None:
         status, headers, body = fetch(url, "/", token="")
         assert status == 200 and body and headers["content-type"] == "text/html; charset=utf-8"
         policy = headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
-        assert (headers["x-content-type-options"], headers["referrer-policy"]) == ("nosniff", "no-referrer")
+        assert (
+            "default-src 'none'" in policy
+            and "script-src 'self'" in policy
+            and "unsafe" not in policy
+        )
+        assert (headers["x-content-type-options"], headers["referrer-policy"]) == (
+            "nosniff",
+            "no-referrer",
+        )
         assert fetch(url, "/", token="", If_None_Match=headers["etag"])[0] == 304
         status, headers, _ = fetch(url, "/page/icon.svg", token="")
         assert (status, headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
-        for name in ("nothing.js", "..%2fconfig.py", "%2e%2e/config.py", "LICENSE-uplot.txt", "x" * 300 + ".js"):
+        for name in (
+            "nothing.js",
+            "..%2fconfig.py",
+            "%2e%2e/config.py",
+            "LICENSE-uplot.txt",
+            "x" * 300 + ".js",
+        ):
             assert fetch(url, f"/page/{name}")[0] == 404, name
 
 
@@ -345,7 +440,9 @@ def test_a_log_is_replayed_without_a_coordinator(tmp_path: Path) -> None:
         assert said["log"] == f"run/{EVENTS}"
         assert json.loads(fetch(said["url"], "/v1/replay")[2]) == {"replay": True}
         events = parse(fetch(said["url"], "/v1/events")[2].decode())
-        assert [(seq, kind) for seq, kind, _ in events[:-1]] == stored(run) and events[-1][1] == "ready"
+        assert [(seq, kind) for seq, kind, _ in events[:-1]] == stored(run) and events[-1][
+            1
+        ] == "ready"
         status, headers, _ = fetch(said["url"], "/", token="")
         assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
         assert fetch(said["url"], "/page/nothing.js")[0] == 404
@@ -354,15 +451,44 @@ def test_a_log_is_replayed_without_a_coordinator(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    for where, sentence in (("nothing", "cannot read nothing"), (f"run/{'coordinator.pem'}", "holds no events")):
+    for where, sentence in (
+        ("nothing", "cannot read nothing"),
+        (f"run/{'coordinator.pem'}", "holds no events"),
+    ):
         refused = blocktrain("replay", where, cwd=tmp_path)
         assert refused.returncode == 2 and sentence in refused.stderr
 
 
 def test_one_may_listen_before_there_is_a_run(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("".join(f"note {n}: the {n % 7} of {n % 11} is a {n * n}\n" for n in range(2000)))
-    small = ["--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--steps", "4"]
-    words = ["coordinator", "--data", "notes.txt", "--out", "run", *small, "--score-bytes", "0", "--listen", "127.0.0.1:0"]
+    (tmp_path / "notes.txt").write_text(
+        "".join(f"note {n}: the {n % 7} of {n % 11} is a {n * n}\n" for n in range(2000))
+    )
+    small = [
+        "--layers-per-block",
+        "1",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--context",
+        "16",
+        "--batch",
+        "2",
+        "--steps",
+        "4",
+    ]
+    words = [
+        "coordinator",
+        "--data",
+        "notes.txt",
+        "--out",
+        "run",
+        *small,
+        "--score-bytes",
+        "0",
+        "--listen",
+        "127.0.0.1:0",
+    ]
     process = start(*words, "--token", f"{TOKEN} & more", "--json", cwd=tmp_path)
     try:
         assert process.stdout is not None
@@ -371,7 +497,10 @@ def test_one_may_listen_before_there_is_a_run(tmp_path: Path) -> None:
         reader = Reader(said["url"], Authorization=f"Bearer {TOKEN} & more")
         assert reader.wait("run")["corpus"] == "notes.txt"
         assert reader.wait("status")["state"] == "running"
-        assert until(lambda: "steps each" in (tmp_path / "coordinator.err").read_text(), "the end of the beginning")
+        assert until(
+            lambda: "steps each" in (tmp_path / "coordinator.err").read_text(),
+            "the end of the beginning",
+        )
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert until(lambda: reader.ended, "the end of the stream")

@@ -20,7 +20,11 @@ def read(url: str) -> Samples:
     status, headers, body = fetch(url, "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(body.decode())
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    return {
+        (s.name, tuple(sorted(s.labels.items()))): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
 def test_metrics_agree_with_the_status(tmp_path: Path) -> None:
@@ -49,11 +53,19 @@ def test_metrics_agree_with_the_status(tmp_path: Path) -> None:
         assert value("bytes_in_total", block=index) == block.bytes_in
         assert value("bytes_out_total", block=index) == block.bytes_out
         assert block.loss is None or value("block_loss", block=index) == block.loss
-    assert sum(v for (name, _), v in found.items() if name == "blocktrain_bytes_in_total") == status.bytes_in
+    assert (
+        sum(v for (name, _), v in found.items() if name == "blocktrain_bytes_in_total")
+        == status.bytes_in
+    )
     assert value("rounds_total") == status.rounds == 3
-    assert value("rounds_open") == sum(block.round is not None and block.round.deadline_seconds > 0 for block in status.blocks)
+    assert value("rounds_open") == sum(
+        block.round is not None and block.round.deadline_seconds > 0 for block in status.blocks
+    )
     assert value("workers", state="training") == 1 and value("workers", state="lost") == 0
-    assert value("refusals_total", code="bad_token") == 1 and value("refusals_total", code="not_found") == 1
+    assert (
+        value("refusals_total", code="bad_token") == 1
+        and value("refusals_total", code="not_found") == 1
+    )
     assert value("score", model="pool") == 2.0 and value("score", model="block-1") == 2.25
     assert value("ready") == 1 and value("finished") == 0 and value("events_dropped_total") == 0
     assert value("http_requests_total", method="POST", route="/v1/updates", status="200") == 3
@@ -68,7 +80,9 @@ def test_a_run_that_is_being_prepared_has_metrics_too(tmp_path: Path) -> None:
     try:
         with running(coordinator, Listen(token=TOKEN)) as url:
             found = read(url)
-            assert found["blocktrain_ready", ()] == 0 and ("blocktrain_rounds_total", ()) not in found
+            assert (
+                found["blocktrain_ready", ()] == 0 and ("blocktrain_rounds_total", ()) not in found
+            )
             assert json.loads(fetch(url, "/healthz", token="")[2])["ready"] is False
     finally:
         coordinator.close()

@@ -16,7 +16,12 @@ import pytest
 from blocktrain.coordinator.calls import Coordinator
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus, Source
-from blocktrain.learning.evaluate import context_predictors, cross_entropies, evaluate, fit_pool_weights
+from blocktrain.learning.evaluate import (
+    context_predictors,
+    cross_entropies,
+    evaluate,
+    fit_pool_weights,
+)
 from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.messages import BlockVersion
@@ -34,7 +39,9 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def trained_run(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, corpus_folder: Path) -> Iterator[Coordinator]:
+def trained_run(
+    tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, corpus_folder: Path
+) -> Iterator[Coordinator]:
     """Really trained, with a fusion block that has read an older version than the newest."""
     folder = tmp_path_factory.mktemp("prepared")
     prepare(CONFIG, Source(str(corpus_folder), None, folder), folder)

@@ -116,7 +116,9 @@ def test_everything_at_once(tmp_path: Path) -> None:
     with bad_line(tmp_path, replicas=None) as (coordinator, client, proxy):
         proxy.drop_first_acknowledgement, proxy.cut_after = True, 120_000
         workers = [FakeWorker(client, seed) for seed in (1, 2, 3)]
-        todo = [as_task(insist(partial(worker.join, speed=0.0)).next) for worker in workers]  # of unknown speed: none waits for the others
+        todo = [
+            as_task(insist(partial(worker.join, speed=0.0)).next) for worker in workers
+        ]  # of unknown speed: none waits for the others
         for _ in range(3):
             for index, worker in enumerate(workers):
                 todo[index] = _work(worker, todo[index])

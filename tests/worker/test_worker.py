@@ -56,12 +56,24 @@ class Place:
         self.identity = new_identity()
         self.told: Told = []
 
-    def worker(self, client: Calls | None = None, identity: Identity | None = None, **options: Any) -> Worker:
+    def worker(
+        self, client: Calls | None = None, identity: Identity | None = None, **options: Any
+    ) -> Worker:
         def told(kind: str, /, **fields: Any) -> None:
             self.told.append((kind, fields))
 
-        machine, cache = options.pop("machine", Machine()), self.folder / options.pop("cache", "cache")
-        return Worker(client or LocalClient(self.coordinator), cache, identity or self.identity, machine, told, **options)
+        machine, cache = (
+            options.pop("machine", Machine()),
+            self.folder / options.pop("cache", "cache"),
+        )
+        return Worker(
+            client or LocalClient(self.coordinator),
+            cache,
+            identity or self.identity,
+            machine,
+            told,
+            **options,
+        )
 
     def restart(self) -> Coordinator:
         self.coordinator.close()
@@ -73,7 +85,11 @@ class Place:
 
     def updates(self) -> list[m.Submission]:
         """All that was accepted, in order."""
-        bodies = [json.loads(entry.body) for entry in self.coordinator.ledger().entries if entry.kind == "update"]
+        bodies = [
+            json.loads(entry.body)
+            for entry in self.coordinator.ledger().entries
+            if entry.kind == "update"
+        ]
         return [m.Submission.model_validate_json(json.dumps(body["submission"])) for body in bodies]
 
     def weights(self, index: int) -> dict[str, np.ndarray]:
@@ -113,8 +129,14 @@ def assert_plain(place: Place, corpus: Corpus) -> None:
             assert np.array_equal(found[name], tensor), f"block {index}: {name}"
 
 
-@pytest.mark.parametrize("changes", [{}, {"objective": "denoise", "compose": "pool", "blocks": 2}], ids=["fuse", "denoise"])
-def test_one_exact_worker_gives_the_bits_of_the_plain_loop(place: Callable[..., Place], corpus: Corpus, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"objective": "denoise", "compose": "pool", "blocks": 2}],
+    ids=["fuse", "denoise"],
+)
+def test_one_exact_worker_gives_the_bits_of_the_plain_loop(
+    place: Callable[..., Place], corpus: Corpus, changes: dict[str, Any]
+) -> None:
     here = place(Policy.exact(4), **changes)
     tally = here.worker().run()
     assert tally.accepted == 3 * here.config.blocks
@@ -141,8 +163,12 @@ class Disturbed:
         return call
 
 
-@pytest.mark.parametrize("when", ["before join", "before put_chunk", "after put_chunk", "before submit", "after submit"])
-def test_a_worker_that_is_killed_goes_on_to_the_same_bits(place: Callable[..., Place], corpus: Corpus, when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["before join", "before put_chunk", "after put_chunk", "before submit", "after submit"]
+)
+def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
+    place: Callable[..., Place], corpus: Corpus, when: str
+) -> None:
     here = place(Policy.exact(5), blocks=2)
     shared = when == "after submit"
     side, name = when.split()
@@ -152,7 +178,9 @@ def test_a_worker_that_is_killed_goes_on_to_the_same_bits(place: Callable[..., P
         def die(_: Any, dead: threading.Event = dead) -> None:
             nonlocal calls
             calls += 1
-            if calls == 2 or dead.is_set() or name == "join":  # the second time: every life gets a little further
+            if (
+                calls == 2 or dead.is_set() or name == "join"
+            ):  # the second time: every life gets a little further
                 dead.set()
                 raise Unreachable("killed")
 
@@ -171,7 +199,9 @@ def test_a_worker_that_is_killed_goes_on_to_the_same_bits(place: Callable[..., P
     assert_plain(here, corpus)
 
 
-def test_another_worker_takes_over_a_shared_state(place: Callable[..., Place], corpus: Corpus) -> None:
+def test_another_worker_takes_over_a_shared_state(
+    place: Callable[..., Place], corpus: Corpus
+) -> None:
     here = place(Policy.exact(3), blocks=2)
     trained = threading.Event()
     here.worker(shared=True).run(finishing=lambda: len(here.events("accepted")) >= 2)
@@ -191,23 +221,35 @@ def test_another_worker_takes_over_a_shared_state(place: Callable[..., Place], c
 
 
 def test_two_replicas_over_http_with_small_chunks(place: Callable[..., Place]) -> None:
-    here = place(Policy(compression="int4", task_steps=4, chunk_bytes=1024, replicas=2), compose="pool", blocks=1, steps=12)
+    here = place(
+        Policy(compression="int4", task_steps=4, chunk_bytes=1024, replicas=2),
+        compose="pool",
+        blocks=1,
+        steps=12,
+    )
     with running(here.coordinator, Listen(token="secret")) as url:
         identities = [new_identity(), new_identity()]
-        workers = [here.worker(HttpClient(url, "secret"), identity, cache=identity.worker) for identity in identities]
+        workers = [
+            here.worker(HttpClient(url, "secret"), identity, cache=identity.worker)
+            for identity in identities
+        ]
         threads = [threading.Thread(target=worker.run) for worker in workers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(timeout=120)
     assert here.coordinator.finished
-    assert {update.worker for update in here.updates()} == {identity.worker for identity in identities}
+    assert {update.worker for update in here.updates()} == {
+        identity.worker for identity in identities
+    }
     assert min(update.chunks for update in here.updates()) > 1
     assert sum(worker.tally.accepted for worker in workers) == len(here.updates())
     for identity in identities:
         mine = [update for update in here.updates() if update.worker == identity.worker]
         assert [u.continued.optimizer for u in mine] == [None, *(u.task for u in mine[:-1])]
-        assert len(list((here.folder / identity.worker / "runs").glob("*/weights/*/*"))) == 1  # the base of its last task
+        assert (
+            len(list((here.folder / identity.worker / "runs").glob("*/weights/*/*"))) == 1
+        )  # the base of its last task
 
 
 def busy_line(here: Place, *, refuse: bool) -> Disturbed:
@@ -230,9 +272,13 @@ def busy_line(here: Place, *, refuse: bool) -> Disturbed:
     return client
 
 
-def test_the_next_task_is_trained_while_the_update_is_on_its_way(place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_task_is_trained_while_the_update_is_on_its_way(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "LEAST_PATIENCE", 0.01)
-    here = place(Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=90)
+    here = place(
+        Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=90
+    )
     here.worker(busy_line(here, refuse=False)).run()
     first, second, *_ = here.updates()
     assert here.events("sending")[0]["task"] == first.task
@@ -240,9 +286,13 @@ def test_the_next_task_is_trained_while_the_update_is_on_its_way(place: Callable
     assert here.coordinator.finished
 
 
-def test_nothing_of_a_refused_update_is_continued(place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_refused_update_is_continued(
+    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "LEAST_PATIENCE", 0.01)
-    here = place(Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=60)
+    here = place(
+        Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=60
+    )
     here.worker(busy_line(here, refuse=True)).run()
     refused = here.events("refused")[0]["task"]
     assert here.events("abandoned")
@@ -251,7 +301,9 @@ def test_nothing_of_a_refused_update_is_continued(place: Callable[..., Place], m
     assert here.updates()[0].continued == m.Lineage()
 
 
-def test_a_coordinator_that_is_away_is_waited_for_and_named_once(place: Callable[..., Place], corpus: Corpus) -> None:
+def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
+    place: Callable[..., Place], corpus: Corpus
+) -> None:
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
     calls = dict.fromkeys(("join", "upload_state", "put_chunk", "submit", "blob"), 0)
@@ -271,7 +323,9 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(place: Callable
     assert_plain(here, corpus)
 
 
-def test_a_worker_joins_again_when_it_is_told_to(place: Callable[..., Place], corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_joins_again_when_it_is_told_to(
+    place: Callable[..., Place], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_module, "REJOIN_SECONDS", 0.01)
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
@@ -318,7 +372,9 @@ def test_a_forged_receipt_is_not_believed(place: Callable[..., Place]) -> None:
 
     def forge(message: m.Submission) -> m.SubmitReply:
         reply = whole(message)
-        return reply.model_copy(update={"receipt": reply.receipt.model_copy(update={"sentence": "thanks"})})
+        return reply.model_copy(
+            update={"receipt": reply.receipt.model_copy(update={"sentence": "thanks"})}
+        )
 
     client.submit = forge  # type: ignore[method-assign]
     with pytest.raises(Refused) as refused:
@@ -326,10 +382,14 @@ def test_a_forged_receipt_is_not_believed(place: Callable[..., Place]) -> None:
     assert refused.value.code is Code.BAD_SIGNATURE
 
 
-def test_a_worker_that_finishes_its_task_leaves_and_comes_back(place: Callable[..., Place], corpus: Corpus) -> None:
+def test_a_worker_that_finishes_its_task_leaves_and_comes_back(
+    place: Callable[..., Place], corpus: Corpus
+) -> None:
     here = place(Policy.exact(4), blocks=2)
     assert here.worker().run(finishing=lambda: bool(here.events("task"))).accepted == 1
-    state = next((here.folder / "cache" / "runs").glob(f"*/{here.identity.worker}/block-1/state.safetensors"))
+    state = next(
+        (here.folder / "cache" / "runs").glob(f"*/{here.identity.worker}/block-1/state.safetensors")
+    )
     assert [path.name for path in state.parent.iterdir()] == ["state.safetensors"]
     state.write_bytes(b"damaged")  # then it begins afresh, and says so
     here.worker().run()
@@ -338,7 +398,9 @@ def test_a_worker_that_finishes_its_task_leaves_and_comes_back(place: Callable[.
     assert here.worker().run().ended  # a run that is finished has nothing to do
 
 
-def test_a_damaged_copy_of_the_corpus_is_fetched_again(place: Callable[..., Place], corpus: Corpus) -> None:
+def test_a_damaged_copy_of_the_corpus_is_fetched_again(
+    place: Callable[..., Place], corpus: Corpus
+) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(finishing=lambda: bool(here.events("task")))
     (copy,) = (here.folder / "cache" / "corpora").glob("*/train.txt")
@@ -348,7 +410,9 @@ def test_a_damaged_copy_of_the_corpus_is_fetched_again(place: Callable[..., Plac
     assert_plain(here, corpus)
 
 
-def test_pieces_of_a_pending_update_do_not_count(tmp_path: Path, place: Callable[..., Place]) -> None:
+def test_pieces_of_a_pending_update_do_not_count(
+    tmp_path: Path, place: Callable[..., Place]
+) -> None:
     here = place(Policy.exact(4), blocks=2)
     client, dead = Disturbed(LocalClient(here.coordinator)), threading.Event()
 
@@ -372,7 +436,9 @@ def test_pieces_of_a_pending_update_do_not_count(tmp_path: Path, place: Callable
 
 
 @pytest.mark.parametrize("found_later", ["as it was", "damaged", "of another task"])
-def test_a_task_is_continued_where_its_worker_was_stopped(place: Callable[..., Place], corpus: Corpus, found_later: str) -> None:
+def test_a_task_is_continued_where_its_worker_was_stopped(
+    place: Callable[..., Place], corpus: Corpus, found_later: str
+) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(lambda: len(here.events("step")) == 6)  # in the middle of the second task
     (kept,) = here.folder.glob("cache/runs/*/*/block-*/paused.safetensors")
@@ -393,7 +459,9 @@ def test_a_task_is_continued_where_its_worker_was_stopped(place: Callable[..., P
     assert_plain(here, corpus)
 
 
-def test_prepared_files_are_the_same_corpus(tmp_path: Path, corpus: Corpus, corpus_folder: Path) -> None:
+def test_prepared_files_are_the_same_corpus(
+    tmp_path: Path, corpus: Corpus, corpus_folder: Path
+) -> None:
     prepare(small(), Source(str(corpus_folder), None, tmp_path), tmp_path / "prepared")
     again = open_corpus(str(tmp_path / "prepared"), None, tmp_path)
     for part in ("train", "calibration", "valid"):
@@ -413,7 +481,13 @@ def test_workers_of_one_machine_have_keys_of_their_own(tmp_path: Path) -> None:
 
 
 def test_amounts_of_memory() -> None:
-    assert [parse_bytes(text) for text in ("8GB", "1.5 MiB", "300", "2g", "1e9")] == [8 * 10**9, 3 * 2**19, 300, 2 * 10**9, 10**9]
+    assert [parse_bytes(text) for text in ("8GB", "1.5 MiB", "300", "2g", "1e9")] == [
+        8 * 10**9,
+        3 * 2**19,
+        300,
+        2 * 10**9,
+        10**9,
+    ]
     for text in ("much", "8XB", "-1GB", "0"):
         with pytest.raises(ConfigError, match="like 8GB"):
             parse_bytes(text)
@@ -436,7 +510,12 @@ def test_the_command_leaves_when_it_is_told_to(
             os.kill(os.getpid(), number)
 
         threading.Thread(target=tell).start()
-        assert run_worker(WorkerOptions(url, "secret", "cpu", "1GB", "here", tmp_path / "cache", None, True)) == 0
+        assert (
+            run_worker(
+                WorkerOptions(url, "secret", "cpu", "1GB", "here", tmp_path / "cache", None, True)
+            )
+            == 0
+        )
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     kinds = [event["kind"] for event in events]
     assert kinds[0] == "joined"
@@ -466,12 +545,21 @@ def test_signals_count_also_when_nobody_reads_what_is_said(monkeypatch: pytest.M
 def test_the_command_ends_in_a_call_that_nobody_answers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(PATIENCE)
-        worker = start("worker", f"http://127.0.0.1:{silent.getsockname()[1]}", "--device", "cpu", "--json", cwd=tmp_path)
+        worker = start(
+            "worker",
+            f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "--device",
+            "cpu",
+            "--json",
+            cwd=tmp_path,
+        )
         line, _ = silent.accept()
         with line:
             try:
                 worker.terminate()
                 assert worker.wait(PATIENCE) == 0
-                assert worker.stdout is not None and worker.stdout.read() == "", "sooner than the call fails"
+                assert worker.stdout is not None and worker.stdout.read() == "", (
+                    "sooner than the call fails"
+                )
             finally:
                 worker.kill()

@@ -72,8 +72,16 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        totals = {worker: {"updates": count, "tokens": tokens} for worker, (count, tokens) in sorted(self.contributions.items())}
-        return {"ok": self.ok, **asdict(self), "contributions": totals, "findings": [asdict(f) for f in self.findings]}
+        totals = {
+            worker: {"updates": count, "tokens": tokens}
+            for worker, (count, tokens) in sorted(self.contributions.items())
+        }
+        return {
+            "ok": self.ok,
+            **asdict(self),
+            "contributions": totals,
+            "findings": [asdict(f) for f in self.findings],
+        }
 
 
 def audit(source: Source, *, retrain: bool = False, progress: Progress = lambda *_: None) -> Audit:
@@ -89,7 +97,9 @@ def audit(source: Source, *, retrain: bool = False, progress: Progress = lambda 
         from blocktrain.audit import replay  # torch, only where it is needed
 
         updates = list(check.updates.values())
-        retrained, differences = replay.retrain(check.run, check.joins, updates, lambda blob: checked(source, blob), progress)
+        retrained, differences = replay.retrain(
+            check.run, check.joins, updates, lambda blob: checked(source, blob), progress
+        )
     return Audit(
         run=check.run.run if check.run else "",
         head=record.entries[-1].hash if record.entries else ledger.BEGINNING,
@@ -115,14 +125,20 @@ class Check:
     last: ledger.LedgerEntry | None = None
     joins: dict[str, ledger.JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, ledger.LeaseFacts] = field(default_factory=dict)  # by task
-    updates: dict[str, tuple[int, Judged]] = field(default_factory=dict)  # accepted, by id, with the number of the entry
+    updates: dict[str, tuple[int, Judged]] = field(
+        default_factory=dict
+    )  # accepted, by id, with the number of the entry
     answered: dict[int, str] = field(default_factory=dict)  # update by task
-    settled: dict[str, int] = field(default_factory=dict)  # by update: the entry that merged or dropped it
+    settled: dict[str, int] = field(
+        default_factory=dict
+    )  # by update: the entry that merged or dropped it
     dropped: int = 0
     pending: int = 0
     kicked: set[str] = field(default_factory=set)
     chains: dict[int, list[_Link]] = field(default_factory=dict)  # by block, from version 0
-    closed: dict[int, int] = field(default_factory=dict)  # by block: the entry of its newest version
+    closed: dict[int, int] = field(
+        default_factory=dict
+    )  # by block: the entry of its newest version
     totals: Totals = field(default_factory=dict)
 
     def find(self, name: Name, entry: int, sentence: str) -> None:
@@ -136,14 +152,24 @@ class Check:
         if (entry.seq, entry.previous, entry.hash) != (seq, previous, found):
             self.find("chain", seq, f"entry {seq} was changed, or one before it is missing")
         if (entry.seq == 1) != (entry.kind == "run"):
-            self.find("run", entry.seq, f"entry {entry.seq} is of the kind {entry.kind}; the run's own entry is the first, and only that")
+            self.find(
+                "run",
+                entry.seq,
+                f"entry {entry.seq} is of the kind {entry.kind}; the run's own entry is the first, and only that",
+            )
         self.last = entry
         try:
             self._read(entry)
         except Refused as error:
-            self.find("malformed", entry.seq, f"entry {entry.seq} ({entry.kind}) or what it names cannot be read: {error}")
+            self.find(
+                "malformed",
+                entry.seq,
+                f"entry {entry.seq} ({entry.kind}) or what it names cannot be read: {error}",
+            )
         except Damaged as error:
-            self.find("blob", entry.seq, f"entry {entry.seq} ({entry.kind}) cannot be checked: {error}")
+            self.find(
+                "blob", entry.seq, f"entry {entry.seq} ({entry.kind}) cannot be checked: {error}"
+            )
 
     def _read(self, entry: ledger.LedgerEntry) -> None:
         match entry.kind:
@@ -178,42 +204,86 @@ class Check:
         self.chains = {b.block: [_Link(b.weights)] for b in run.blocks if b.version == 0}
         try:
             self.config = make_config(dict(run.config))
-            if self.config.fingerprint != run.fingerprint or sorted(self.chains) != list(range(1, self.config.blocks + 1)):
-                self.find("run", entry.seq, "the fingerprint or the blocks are not those of the settings")
+            if self.config.fingerprint != run.fingerprint or sorted(self.chains) != list(
+                range(1, self.config.blocks + 1)
+            ):
+                self.find(
+                    "run", entry.seq, "the fingerprint or the blocks are not those of the settings"
+                )
         except ConfigError as error:
             self.find("run", entry.seq, f"the settings make no sense: {error}")
 
     def _lease(self, entry: ledger.LedgerEntry, lease: ledger.LeaseFacts) -> None:
         task, before = lease.order.task, self.newest.get(lease.order.task)
         if before is not None and lease.fence <= before.fence and lease != before:
-            self.find("fence", entry.seq, f"task {task} was leased with fence {lease.fence} after {before.fence}")
+            self.find(
+                "fence",
+                entry.seq,
+                f"task {task} was leased with fence {lease.fence} after {before.fence}",
+            )
         if self.config is not None and lease.order.seed != self.config.seed:
             self.find("lease", entry.seq, f"task {task} has another seed than the run")
-        for pin in (BlockVersion(block=lease.order.block, version=lease.order.base, weights=lease.order.weights), *lease.order.features):
+        for pin in (
+            BlockVersion(
+                block=lease.order.block, version=lease.order.base, weights=lease.order.weights
+            ),
+            *lease.order.features,
+        ):
             chain = self.chains.get(pin.block, [])
             if pin.version >= len(chain) or chain[pin.version].weights != pin.weights:
-                self.find("lease", entry.seq, f"task {task} names version {pin.version} of block {pin.block}, which is not published so")
+                self.find(
+                    "lease",
+                    entry.seq,
+                    f"task {task} names version {pin.version} of block {pin.block}, which is not published so",
+                )
         self.newest[task] = lease
 
     def _update(self, entry: ledger.LedgerEntry, update: Judged) -> None:
-        s, o, seq, name = update.submission, update.order, entry.seq, f"update {update.id[:12]}... by {update.submission.worker}"
+        s, o, seq, name = (
+            update.submission,
+            update.order,
+            entry.seq,
+            f"update {update.id[:12]}... by {update.submission.worker}",
+        )
         try:
             if s.worker not in self.joins or s.worker in self.kicked:
                 self.find("join", seq, f"{name}: this worker never joined, or was removed before")
             else:
                 verify(s, self.joins[s.worker].public_key)
         except Refused:
-            self.find("signature", seq, f"{name} was not signed by that worker, or was changed since")
+            self.find(
+                "signature", seq, f"{name} was not signed by that worker, or was changed since"
+            )
         tokens = s.steps * self.config.batch * self.config.context if self.config else s.tokens
-        same = (s.task, s.block, s.base, s.tokens, s.tokens) == (o.task, o.block, o.base, tokens, update.tokens) and s.steps <= o.steps
+        same = (s.task, s.block, s.base, s.tokens, s.tokens) == (
+            o.task,
+            o.block,
+            o.base,
+            tokens,
+            update.tokens,
+        ) and s.steps <= o.steps
         expected = hashlib.sha256(f"{s.task}:{s.payload_sha256}".encode()).hexdigest()
         if not same or update.id != expected or (self.run is not None and s.run != self.run.run):
-            self.find("update", seq, f"{name}: its id, its submission and its order do not belong together")
+            self.find(
+                "update",
+                seq,
+                f"{name}: its id, its submission and its order do not belong together",
+            )
         lease = self.newest.get(s.task)
-        if lease is None or (lease.fence == s.fence and (lease.worker, lease.order) != (s.worker, o)) or s.fence > lease.fence:
-            self.find("lease", seq, f"{name} answers task {s.task}, which was not given so to that worker")
+        if (
+            lease is None
+            or (lease.fence == s.fence and (lease.worker, lease.order) != (s.worker, o))
+            or s.fence > lease.fence
+        ):
+            self.find(
+                "lease", seq, f"{name} answers task {s.task}, which was not given so to that worker"
+            )
         elif lease.fence != s.fence:
-            self.find("fence", seq, f"{name} came with fence {s.fence} of task {s.task}, which was given again with {lease.fence}")
+            self.find(
+                "fence",
+                seq,
+                f"{name} came with fence {s.fence} of task {s.task}, which was given again with {lease.fence}",
+            )
         if not update.accepted:
             return
         if s.task in self.answered:
@@ -233,12 +303,25 @@ class Check:
         if update.staleness != behind:
             self.find("weight", seq, f"{name} is {behind} versions behind, not {update.staleness}")
         decay = self._rule("decay")
-        weight = 1.0 if update.staleness <= 1 else update.weight if decay is None else min(decay, 1.0) ** update.staleness
+        weight = (
+            1.0
+            if update.staleness <= 1
+            else update.weight
+            if decay is None
+            else min(decay, 1.0) ** update.staleness
+        )
         if update.weight != weight:
-            self.find("weight", seq, f"{name} is {update.staleness} versions behind and counts with {update.weight}, not {weight}")
+            self.find(
+                "weight",
+                seq,
+                f"{name} is {update.staleness} versions behind and counts with {update.weight}, not {weight}",
+            )
 
     def _version(self, entry: ledger.LedgerEntry, made: Made) -> None:
-        chain, name = self.chains.setdefault(made.block, []), f"version {made.version} of block {made.block}"
+        chain, name = (
+            self.chains.setdefault(made.block, []),
+            f"version {made.version} of block {made.block}",
+        )
         if made.version == 0 and len(chain) == 1:
             if made.weights != chain[0].weights or made.parent is not None or made.parts:
                 self.find("sequence", entry.seq, f"{name} is not the one that the run began with")
@@ -257,15 +340,29 @@ class Check:
         finally:
             chain.append(_Link(made.weights, made.momentum, made.tokens, made.norms))
 
-    def _settle(self, entry: ledger.LedgerEntry, block: int, parts: Sequence[ledger.Part], dropped: Mapping[str, str]) -> list[Part]:
+    def _settle(
+        self,
+        entry: ledger.LedgerEntry,
+        block: int,
+        parts: Sequence[ledger.Part],
+        dropped: Mapping[str, str],
+    ) -> list[Part]:
         """Every update is named once, after it was accepted, in its own block; gives the parts for which this is so."""
         found = []
         for name, part in [*((p.update, p) for p in parts), *((name, None) for name in dropped)]:
             seq, update = self.updates.get(name, (0, None))
             if update is None or update.order.block != block:
-                self.find("unexpected", entry.seq, f"entry {entry.seq} uses update {name}, which is no accepted update of block {block}")
+                self.find(
+                    "unexpected",
+                    entry.seq,
+                    f"entry {entry.seq} uses update {name}, which is no accepted update of block {block}",
+                )
             elif name in self.settled:
-                self.find("doubled", entry.seq, f"entry {entry.seq} uses update {name} again, after entry {self.settled[name]}")
+                self.find(
+                    "doubled",
+                    entry.seq,
+                    f"entry {entry.seq} uses update {name} again, after entry {self.settled[name]}",
+                )
             else:
                 self.settled[name] = entry.seq
                 if part is not None:
@@ -280,23 +377,45 @@ class Check:
         try:
             return checked(self.source, Blob(sha256=s.payload_sha256, length=s.payload_length))
         except Damaged as error:
-            self.find("payload", seq, f"the payload of update {update.id[:12]}... is not what was signed: {error}")
+            self.find(
+                "payload",
+                seq,
+                f"the payload of update {update.id[:12]}... is not what was signed: {error}",
+            )
             return None
 
-    def _shares(self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str) -> None:
+    def _shares(
+        self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str
+    ) -> None:
         total = math.fsum(update.tokens * update.weight for _, update in parts)
         for part, update in parts:
-            if not total or not math.isclose(part.share, update.tokens * update.weight / total, rel_tol=1e-12):
-                self.find("share", entry.seq, f"update {part.update[:12]}... has the share {part.share} in {name}; its tokens give another")
+            if not total or not math.isclose(
+                part.share, update.tokens * update.weight / total, rel_tol=1e-12
+            ):
+                self.find(
+                    "share",
+                    entry.seq,
+                    f"update {part.update[:12]}... has the share {part.share} in {name}; its tokens give another",
+                )
         if [p.update for p in made.parts] != sorted(p.update for p in made.parts):
-            self.find("share", entry.seq, f"{name} does not add its updates in the order of their ids")
+            self.find(
+                "share", entry.seq, f"{name} does not add its updates in the order of their ids"
+            )
         tokens = self.chains[made.block][-1].tokens + sum(update.tokens for _, update in parts)
         if made.tokens != tokens or sorted(made.applied) != sorted(p.update for p in made.parts):
-            self.find("contributions", entry.seq, f"{name} counts other tokens or updates than its parts have")
+            self.find(
+                "contributions",
+                entry.seq,
+                f"{name} counts other tokens or updates than its parts have",
+            )
         if parts and made.features not in [update.order.features for _, update in parts]:
-            self.find("update", entry.seq, f"{name} names other features than its updates were trained on")
+            self.find(
+                "update", entry.seq, f"{name} names other features than its updates were trained on"
+            )
 
-    def _weights(self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str) -> None:
+    def _weights(
+        self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str
+    ) -> None:
         before = self.chains[made.block][-1]
         current = codec.unpack(checked(self.source, before.weights))
         schema, mean, norms = codec.schema_of(current), None, []
@@ -306,35 +425,59 @@ class Check:
                 return
             opened = codec.open_update(payload, schema, method=update.order.compression)
             late = opened.absolute and update.order.base != made.version - 1
-            base = codec.unpack(checked(self.source, update.order.weights), schema) if late else None
+            base = (
+                codec.unpack(checked(self.source, update.order.weights), schema) if late else None
+            )
             proposed, norm = propose(current, opened, base, part.scale)
             mean = add(mean, part.share, proposed)
             norms.append(norm)
         if mean is None:
             self.find("weights", entry.seq, f"{name} is made of no update")
             return
-        held = None if before.momentum is None else codec.unpack(checked(self.source, before.momentum), schema)
+        held = (
+            None
+            if before.momentum is None
+            else codec.unpack(checked(self.source, before.momentum), schema)
+        )
         weights, momentum = next_weights(current, mean, held, made)
         if weights != made.weights:
-            self.find("weights", entry.seq, f"{name} recomputes to other weights than were published")
+            self.find(
+                "weights", entry.seq, f"{name} recomputes to other weights than were published"
+            )
         if momentum != made.momentum:
-            self.find("momentum", entry.seq, f"the outer step's memory of {name} recomputes to other bytes")
+            self.find(
+                "momentum",
+                entry.seq,
+                f"the outer step's memory of {name} recomputes to other bytes",
+            )
         self._rules(entry, made, norms, name)
         for blob in filter(None, (made.weights, made.momentum)):
             checked(self.source, blob)
 
-    def _rules(self, entry: ledger.LedgerEntry, made: Made, norms: Sequence[float], name: str) -> None:
+    def _rules(
+        self, entry: ledger.LedgerEntry, made: Made, norms: Sequence[float], name: str
+    ) -> None:
         """Outer step and clip are those of the run, as far as it tells; the lengths that the clip goes by are those of the updates."""
         known, scales = self.chains[made.block][-1].norms, [part.scale for part in made.parts]
-        lengths = [*known, *(norm * scale for norm, scale in zip(norms, scales, strict=True))][-len(made.norms) :]
-        same = len(lengths) == len(made.norms) and np.allclose(lengths, made.norms, rtol=1e-9, atol=0)
+        lengths = [*known, *(norm * scale for norm, scale in zip(norms, scales, strict=True))][
+            -len(made.norms) :
+        ]
+        same = len(lengths) == len(made.norms) and np.allclose(
+            lengths, made.norms, rtol=1e-9, atol=0
+        )
         if (after := self._rule("clip_after")) is not None:
             clipped = [clip_scale(norm, known, self._rule("clip"), after) for norm in norms]
             same = same and np.allclose(clipped, scales, rtol=1e-9, atol=0)
         told = self.run.policy if self.run else {}
-        same = same and all(told.get(rule, getattr(made, rule)) == getattr(made, rule) for rule in OUTER)
+        same = same and all(
+            told.get(rule, getattr(made, rule)) == getattr(made, rule) for rule in OUTER
+        )
         if not same:
-            self.find("rule", entry.seq, f"{name} was clipped, or its outer step made, otherwise than the run's rules say")
+            self.find(
+                "rule",
+                entry.seq,
+                f"{name} was clipped, or its outer step made, otherwise than the run's rules say",
+            )
 
     def finish(self, record: Record) -> None:
         """What can only be said at the end."""
@@ -345,15 +488,28 @@ class Check:
                 lost = seq < self.closed.get(update.order.block, 0)
                 self.pending += not lost
                 if lost:
-                    self.find("lost", seq, f"update {name} was accepted, and block {update.order.block} went on without it")
+                    self.find(
+                        "lost",
+                        seq,
+                        f"update {name} was accepted, and block {update.order.block} went on without it",
+                    )
                 if self.source.whole:
                     self._payload(seq, update)
         if record.totals is not None and record.totals != self.totals:
-            self.find("contributions", 0, "the coordinator counts other contributions than the ledger")
+            self.find(
+                "contributions", 0, "the coordinator counts other contributions than the ledger"
+            )
         if (manifest := record.manifest) is not None and self.run is not None:
             try:
                 verify(manifest, self.run.coordinator)
             except Refused:
                 self.find("manifest", 0, "the manifest is not signed by the run's coordinator")
-            if manifest.number > len(record.entries) or record.entries[manifest.number - 1].hash != manifest.head:
-                self.find("manifest", manifest.number, "the ledger is not the one that the coordinator has signed")
+            if (
+                manifest.number > len(record.entries)
+                or record.entries[manifest.number - 1].hash != manifest.head
+            ):
+                self.find(
+                    "manifest",
+                    manifest.number,
+                    "the ledger is not the one that the coordinator has signed",
+                )

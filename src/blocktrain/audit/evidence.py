@@ -103,7 +103,9 @@ class Record:
 class Source(Protocol):
     """Where a run can be read."""
 
-    whole: ClassVar[bool]  # whether the payloads of updates that wait for their merge can be read, too
+    whole: ClassVar[
+        bool
+    ]  # whether the payloads of updates that wait for their merge can be read, too
 
     def record(self) -> Record:
         """The ledger; not checked."""
@@ -126,12 +128,21 @@ class Folder:
             raise RunError(f"{self.path} holds no run of a coordinator")
         # A reader of a database that nobody has open would leave files beside it; without a -wal nothing is being written.
         mode = "mode=ro" if database.with_name("run.sqlite-wal").exists() else "immutable=1"
-        connection = sqlite3.connect(f"{database.resolve().as_uri()}?{mode}", uri=True, isolation_level=None)
+        connection = sqlite3.connect(
+            f"{database.resolve().as_uri()}?{mode}", uri=True, isolation_level=None
+        )
         try:
             connection.execute("BEGIN")
-            rows = connection.execute("SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq").fetchall()
-            totals = connection.execute("SELECT worker, count(*), sum(tokens) FROM updates WHERE applied IS NOT NULL GROUP BY worker")
-            return Record(tuple(_entry(row) for row in rows), {worker: (count, tokens) for worker, count, tokens in totals})
+            rows = connection.execute(
+                "SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq"
+            ).fetchall()
+            totals = connection.execute(
+                "SELECT worker, count(*), sum(tokens) FROM updates WHERE applied IS NOT NULL GROUP BY worker"
+            )
+            return Record(
+                tuple(_entry(row) for row in rows),
+                {worker: (count, tokens) for worker, count, tokens in totals},
+            )
         except sqlite3.Error as error:
             raise RunError(f"cannot read {database}: {error}") from None
         finally:
@@ -198,11 +209,19 @@ def facts(kind: type[M], entry: LedgerEntry) -> M:
             raise ValueError("it is not the canonical JSON of an object")
     except (ValueError, RecursionError) as error:
         raise Refused(Code.MALFORMED, f"the body of entry {entry.seq}: {error}") from None
-    return read(kind, canonical_json({name: body[name] for name in kind.model_fields if name in body}).encode(), ledger.MAX_BODY)
+    return read(
+        kind,
+        canonical_json({name: body[name] for name in kind.model_fields if name in body}).encode(),
+        ledger.MAX_BODY,
+    )
 
 
 def _entry(row: tuple[Any, ...]) -> LedgerEntry:
     try:
-        return LedgerEntry(**dict(zip(("seq", "kind", "body", "previous", "hash"), row, strict=True)))
+        return LedgerEntry(
+            **dict(zip(("seq", "kind", "body", "previous", "hash"), row, strict=True))
+        )
     except ValidationError:
-        raise BlockTrainError(f"entry {row[0]} of the ledger is of no known form; was it written by a newer BlockTrain?") from None
+        raise BlockTrainError(
+            f"entry {row[0]} of the ledger is of no known form; was it written by a newer BlockTrain?"
+        ) from None

@@ -14,20 +14,31 @@ from blocktrain.protocol.ledger import VersionFacts
 from blocktrain.protocol.messages import Blob
 
 
-def propose(current: Tensors, opened: Opened, base: Tensors | None, scale: float) -> tuple[Tensors, float]:
+def propose(
+    current: Tensors, opened: Opened, base: Tensors | None, scale: float
+) -> tuple[Tensors, float]:
     """(weights that an update proposes in float64, length of its change before the clip); `base` is what late weights started from."""
     values = {name: tensor.astype(np.float64) for name, tensor in opened.tensors.items()}
     start = current if base is None else base
-    delta = {name: value - start[name].astype(np.float64) if opened.absolute else value for name, value in values.items()}
+    delta = {
+        name: value - start[name].astype(np.float64) if opened.absolute else value
+        for name, value in values.items()
+    }
     norm = math.sqrt(math.fsum(float(np.sum(np.square(change))) for change in delta.values()))
     if not (opened.absolute and base is None and scale == 1.0):
-        values = {name: current[name].astype(np.float64) + scale * change for name, change in delta.items()}
+        values = {
+            name: current[name].astype(np.float64) + scale * change
+            for name, change in delta.items()
+        }
     return values, norm
 
 
 def add(mean: Tensors | None, share: float, proposed: Tensors) -> Tensors:
     """One more proposal in the mean."""
-    return {name: share * value if mean is None else mean[name] + share * value for name, value in proposed.items()}
+    return {
+        name: share * value if mean is None else mean[name] + share * value
+        for name, value in proposed.items()
+    }
 
 
 def clip_scale(norm: float, known: Sequence[float], clip: float | None, clip_after: float) -> float:
@@ -36,7 +47,9 @@ def clip_scale(norm: float, known: Sequence[float], clip: float | None, clip_aft
     return min(1.0, limit / norm) if norm > 0 else 1.0
 
 
-def next_weights(current: Tensors, mean: Tensors, held: Tensors | None, made: VersionFacts) -> tuple[Blob, Blob | None]:
+def next_weights(
+    current: Tensors, mean: Tensors, held: Tensors | None, made: VersionFacts
+) -> tuple[Blob, Blob | None]:
     """(weights, memory of the outer step) that follow from the mean of the proposals, by name."""
     if made.outer == "average":
         return _name(mean), None
@@ -45,7 +58,11 @@ def next_weights(current: Tensors, mean: Tensors, held: Tensors | None, made: Ve
     for name, tensor in current.items():
         now = tensor.astype(np.float64)
         gradient = now - mean[name]
-        buffer = made.outer_momentum * (np.zeros_like(now) if held is None else held[name].astype(np.float64)) + gradient
+        buffer = (
+            made.outer_momentum
+            * (np.zeros_like(now) if held is None else held[name].astype(np.float64))
+            + gradient
+        )
         weights[name] = now - made.outer_learning_rate * (gradient + made.outer_momentum * buffer)
         momentum[name] = buffer
     return _name(weights), _name(momentum)
@@ -53,5 +70,7 @@ def next_weights(current: Tensors, mean: Tensors, held: Tensors | None, made: Ve
 
 def _name(wide: Tensors) -> Blob:
     with np.errstate(over="ignore"):
-        content = pack({name: np.asarray(tensor).astype(np.float32) for name, tensor in wide.items()})
+        content = pack(
+            {name: np.asarray(tensor).astype(np.float32) for name, tensor in wide.items()}
+        )
     return Blob(sha256=hashlib.sha256(content).hexdigest(), length=len(content))

@@ -38,7 +38,11 @@ class _End:
 
 
 def retrain(
-    run: ledger.RunFacts, joins: Mapping[str, ledger.JoinFacts], updates: Updates, read: Read, progress: Progress
+    run: ledger.RunFacts,
+    joins: Mapping[str, ledger.JoinFacts],
+    updates: Updates,
+    read: Read,
+    progress: Progress,
 ) -> tuple[int, list[Finding]]:
     """(updates that were trained again, what was found). Only states that an accepted update has left can be continued."""
     config = make_config({**run.config, "device": "cpu"})
@@ -55,7 +59,10 @@ def retrain(
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
             problems, end = _again(update, config, text, ends, read)
-            findings += [Finding(name, entry, f"{sentence}{_where(joins, update, name)}") for name, sentence in problems]
+            findings += [
+                Finding(name, entry, f"{sentence}{_where(joins, update, name)}")
+                for name, sentence in problems
+            ]
             uses.subtract(needs[task])
             ends = {before: held for before, held in ends.items() if uses[before] > 0}
             if end is not None and uses[task] > 0:
@@ -83,10 +90,16 @@ def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
     for first in run.blocks:
         content = codec.pack(block_weights(build_block(config, first.block)))
         if hashlib.sha256(content).hexdigest() != first.weights.sha256:
-            yield Finding("retrain", 1, f"version 0 of block {first.block} is not what this build of torch draws from the seed")
+            yield Finding(
+                "retrain",
+                1,
+                f"version 0 of block {first.block} is not what this build of torch draws from the seed",
+            )
 
 
-def _again(update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End], read: Read) -> tuple[list[tuple[Name, str]], _End | None]:
+def _again(
+    update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End], read: Read
+) -> tuple[list[tuple[Name, str]], _End | None]:
     """Train an update again, and hold what comes out against what was sent."""
     order, sent = update.order, update.submission
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
@@ -101,7 +114,9 @@ def _again(update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End]
     if sent.lineage != lineage:
         found.append(("lineage", f"{name} comes from another optimizer state than it says"))
     if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
-        found.append(("retrain", f"{name} comes out with other bytes{_apart(sent, payload, trainer, read)}"))
+        found.append(
+            ("retrain", f"{name} comes out with other bytes{_apart(sent, payload, trainer, read)}")
+        )
     elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
         found.append(("retrain", f"{name} has other losses than it reports"))
     return found, _End(lineage, trainer.moments(), left)
@@ -109,17 +124,26 @@ def _again(update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End]
 
 def _end(ends: Mapping[int, _End], task: int | None) -> _End | None:
     if task is not None and task not in ends:
-        raise Damaged(f"it continues what task {task} left, and no accepted update of that task could be trained again")
+        raise Damaged(
+            f"it continues what task {task} left, and no accepted update of that task could be trained again"
+        )
     return None if task is None else ends[task]
 
 
-def _trained(update: Judged, config: Config, text: Bytes, parent: _End | None, read: Read) -> tuple[Trainer, list[float]]:
+def _trained(
+    update: Judged, config: Config, text: Bytes, parent: _End | None, read: Read
+) -> tuple[Trainer, list[float]]:
     order = update.order
-    sources = [_source(config, pin.block, read(pin.weights)) for pin in sorted(order.features, key=lambda pin: pin.block)]
+    sources = [
+        _source(config, pin.block, read(pin.weights))
+        for pin in sorted(order.features, key=lambda pin: pin.block)
+    ]
     trainer = Trainer(config, order.block, sources, order.start_step, order.stream)
     trainer.load_weights(codec.unpack(read(order.weights)))
     # Copies: the optimizer works in place, and another task may continue the same state.
-    trainer.restore({} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()})
+    trainer.restore(
+        {} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()}
+    )
     losses = [loss for _, loss in trainer.run(text, order.start_step + update.submission.steps)]
     return trainer, losses
 
@@ -130,19 +154,27 @@ def _source(config: Config, index: int, raw: bytes) -> Block:
     return block
 
 
-def _payload(order: Order, trainer: Trainer, residual: _End | None, read: Read) -> tuple[bytes, codec.Tensors]:
+def _payload(
+    order: Order, trainer: Trainer, residual: _End | None, read: Read
+) -> tuple[bytes, codec.Tensors]:
     new = trainer.weights()
     if order.compression == "none":
         return codec.compress_weights(new), {}
     base = codec.unpack(read(order.weights))
-    return codec.compress({name: new[name] - base[name] for name in new}, residual.residual if residual else None, order.compression)
+    return codec.compress(
+        {name: new[name] - base[name] for name in new},
+        residual.residual if residual else None,
+        order.compression,
+    )
 
 
 def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
     """How far what was sent is from what comes out here."""
     schema = codec.schema_of(trainer.weights())
     try:
-        theirs = codec.open_update(read(Blob(sha256=sent.payload_sha256, length=sent.payload_length)), schema).tensors
+        theirs = codec.open_update(
+            read(Blob(sha256=sent.payload_sha256, length=sent.payload_length)), schema
+        ).tensors
     except BlockTrainError as error:
         return f" ({error})"
     ours = codec.open_update(payload, schema).tensors

@@ -52,8 +52,16 @@ def quality(options: QualityOptions) -> Result:
     setups = []
     for seed in options.seeds:
         folder = options.folder / f"seed-{seed}"
-        setup = jobs_of.Setup(folder, options.config(seed), options.source, jobs_of.VALID_LIMIT[options.scale], options.scale == "tiny")
-        planned = jobs_of.jobs(setup)  # refuses settings that some variant cannot have, before anything is written
+        setup = jobs_of.Setup(
+            folder,
+            options.config(seed),
+            options.source,
+            jobs_of.VALID_LIMIT[options.scale],
+            options.scale == "tiny",
+        )
+        planned = jobs_of.jobs(
+            setup
+        )  # refuses settings that some variant cannot have, before anything is written
         _same_settings(folder, setup.base, options.source)
         _run(planned, options.slots, f"seed {seed}")
         jobs_of.clear_versions(setup)
@@ -65,14 +73,21 @@ def quality(options: QualityOptions) -> Result:
         **header(options.command, options.seeds[0]),
         "scale": options.scale,
         "data": corpus.name,
-        "valid_bytes": min(len(corpus.valid), jobs_of.VALID_LIMIT[options.scale] or len(corpus.valid)),
+        "valid_bytes": min(
+            len(corpus.valid), jobs_of.VALID_LIMIT[options.scale] or len(corpus.valid)
+        ),
         "seeds": list(options.seeds),
         "settings": options.config(options.seeds[0]).model_dump(),
         "rows": rows,
         "per_seed": [{"seed": s, **found} for s, found in zip(options.seeds, seeds, strict=True)],
     }
     write_json(options.folder / "quality.json", result)
-    table.plot(options.folder / "quality.png", rows, f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)", seeds[0]["leakage"])
+    table.plot(
+        options.folder / "quality.png",
+        rows,
+        f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)",
+        seeds[0]["leakage"],
+    )
     console.print(f"wrote {options.folder / 'quality.json'} and quality.png")
     return result
 
@@ -87,7 +102,12 @@ def tune(options: QualityOptions) -> Result:
     _same_settings(folder, config, options.source)
     _run(tuning.block_jobs(folder, config, options.source), options.slots, "tuning")
     _run(tuning.fusion_jobs(folder, config, options.source), options.slots, "tuning fusion")
-    result = {**header(options.command, seed), "scale": options.scale, "judged_on": "calibration slice", "rows": tuning.table(folder)}
+    result = {
+        **header(options.command, seed),
+        "scale": options.scale,
+        "judged_on": "calibration slice",
+        "rows": tuning.table(folder),
+    }
     write_json(options.folder / "tune.json", result)
     return result
 
@@ -101,7 +121,10 @@ def memory(command: str, seed: int) -> Result:
 def step(command: str, seed: int, repeats: int) -> Result:
     """See `bench.step`."""
     with bar("measuring steps") as progress:
-        return {**header(command, seed), **measure_step(repeats=repeats, seed=seed, progress=progress)}
+        return {
+            **header(command, seed),
+            **measure_step(repeats=repeats, seed=seed, progress=progress),
+        }
 
 
 def transport(options: TransportOptions, command: str) -> Result:
@@ -120,11 +143,15 @@ def transport(options: TransportOptions, command: str) -> Result:
     }
     write_json(options.folder / "transport.json", result)
     drawn = plot_transport(options.folder / "transport.png", result)
-    console.print(f"wrote {options.folder / 'transport.json'}{' and transport.png' if drawn else ''}")
+    console.print(
+        f"wrote {options.folder / 'transport.json'}{' and transport.png' if drawn else ''}"
+    )
     return result
 
 
-def coordinator(swarm: SwarmOptions, transfers: TransferOptions, folder: Path, command: str) -> Result:
+def coordinator(
+    swarm: SwarmOptions, transfers: TransferOptions, folder: Path, command: str
+) -> Result:
     """See `bench.coordinator` and `bench.transfers`; leaves coordinator.json and coordinator.png in the folder."""
     with bar(f"{swarm.workers} workers") as progress:
         found = measure_swarm(swarm, progress)
@@ -142,8 +169,13 @@ def show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    console.print(f"[dim]{result['command']}   {result['machine']['cpu']}, {result['machine']['cores']} cores[/]", highlight=False)
-    rows = result.get("rows") or [{"call": name, **found} for name, found in result.get("calls", {}).items()]
+    console.print(
+        f"[dim]{result['command']}   {result['machine']['cpu']}, {result['machine']['cores']} cores[/]",
+        highlight=False,
+    )
+    rows = result.get("rows") or [
+        {"call": name, **found} for name, found in result.get("calls", {}).items()
+    ]
     if rows:
         console.print(rows_table("", [_flat(row) for row in rows]))
     for key, value in result.items():
@@ -163,8 +195,17 @@ def _run(jobs: list[Job], slots: int, title: str) -> None:
 def _same_settings(folder: Path, config: Config, source: Source) -> None:
     """A bench folder belongs to one setup: results of another must not be mixed in."""
     folder.mkdir(parents=True, exist_ok=True)
-    marker, wanted = folder / "setup.json", {"fingerprint": config.fingerprint, "data": source.spec, "text": list(source.open().hashes)}
+    marker, wanted = (
+        folder / "setup.json",
+        {
+            "fingerprint": config.fingerprint,
+            "data": source.spec,
+            "text": list(source.open().hashes),
+        },
+    )
     if not marker.exists():
         write_json(marker, wanted)
     elif read_json(marker) != wanted:
-        raise RunError(f"{folder} holds results of other settings or another text; name another folder with --out, or remove it")
+        raise RunError(
+            f"{folder} holds results of other settings or another text; name another folder with --out, or remove it"
+        )

@@ -24,12 +24,18 @@ SLACK = 0.10  # what embedding, head and softmax, which every block has for itse
 
 
 def measure_memory(
-    config: Config | None = None, *, depth: int = 16, seed: int = 0, progress: Callable[[float], None] = lambda _: None
+    config: Config | None = None,
+    *,
+    depth: int = 16,
+    seed: int = 0,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Bytes of a worker by kind, and their ratio to those of the end-to-end trainer, for 2 to 16 blocks of `depth` layers in all."""
     counts = [blocks for blocks in BLOCKS if depth % blocks == 0]
     if not counts:
-        raise ConfigError(f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; use a multiple of 2")
+        raise ConfigError(
+            f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; use a multiple of 2"
+        )
     base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
     with one_thread():
         # One reference serves every row: its shape depends on the total depth only.
@@ -85,7 +91,13 @@ def _fusion(config: Config) -> dict[str, int]:
     copies = sum(storages([trainer.block.readout.norms, trainer.block.readout.heads]).values())
     frozen = sum(storages(_constants(sources)).values()) + copies
     total = held["total"] + frozen + features
-    return {**held, "weights": held["weights"] - copies, "frozen": frozen, "features": features, "total": total}
+    return {
+        **held,
+        "weights": held["weights"] - copies,
+        "frozen": frozen,
+        "features": features,
+        "total": total,
+    }
 
 
 def _trained(trainer: Trainer) -> dict[str, int]:
@@ -98,7 +110,9 @@ def _trained(trainer: Trainer) -> dict[str, int]:
             pass
     held = {
         "optimizer": sum(storages(trainer.moments().values()).values()),
-        "gradients": sum(storages(p.grad for p in trainer.block.parameters() if p.grad is not None).values()),
+        "gradients": sum(
+            storages(p.grad for p in trainer.block.parameters() if p.grad is not None).values()
+        ),
         "activations": sum(saved.found.values()),
     }
     return {**held, "total": sum(held.values()), "weights": sum(own.values())}
@@ -120,13 +134,19 @@ class SavedActivations:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self.found.update({at: size for at, size in storages([tensor]).items() if at not in self._constants})
+        self.found.update(
+            {at: size for at, size in storages([tensor]).items() if at not in self._constants}
+        )
         return tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Address -> bytes of the storages behind tensors: a view costs what it keeps alive, two views of one storage cost it once."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()}
+    return {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.untyped_storage().nbytes()
+    }
 
 
 def _constants(blocks: Iterable[Block]) -> list[Tensor]:

@@ -25,14 +25,22 @@ CORPUS_BYTES = 1 << 20
 
 
 def measure_step(
-    config: Config | None = None, *, repeats: int = 200, seed: int = 0, progress: Callable[[float], None] = lambda _: None
+    config: Config | None = None,
+    *,
+    repeats: int = 200,
+    seed: int = 0,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Medians of `repeats` steps of each, taken in turns so that a busy or throttled machine slows both alike."""
     if repeats < 2:
-        raise ConfigError(f"repeats={repeats} is too few for a median and its spread; use 2 or more")
+        raise ConfigError(
+            f"repeats={repeats} is too few for a median and its spread; use 2 or more"
+        )
     base = config or Config(width=128, context=128, batch=16)
     if base.objective != "next" or base.dtype != "float32":
-        raise ConfigError("the bare loop has the next-byte loss in float32; use objective=next and dtype=float32")
+        raise ConfigError(
+            "the bare loop has the next-byte loss in float32; use objective=next and dtype=float32"
+        )
     c = base.replace(seed=seed, steps=WARMUP + repeats)
     corpus = random_bytes(seed, max(CORPUS_BYTES, 2 * c.context))
     with one_thread():
@@ -43,7 +51,9 @@ def measure_step(
             next(bare)
         seconds: list[tuple[float, float]] = []
         for pair in range(repeats):
-            if pair % 2:  # the one that goes second may find warmer caches: each is second half of the time
+            if (
+                pair % 2
+            ):  # the one that goes second may find warmer caches: each is second half of the time
                 later = _timed(bare)
                 seconds.append((_timed(worker), later))
             else:
@@ -80,7 +90,9 @@ def _timed(steps: Iterator[object]) -> float:
 
 def _summary(config: Config, seconds: list[tuple[float, float]]) -> dict[str, Any]:
     worker, bare = ([1e3 * pair[side] for pair in seconds] for side in (0, 1))
-    ratio = statistics.median(w / b for w, b in seconds)  # of neighbours in time: what slows both down falls out
+    ratio = statistics.median(
+        w / b for w, b in seconds
+    )  # of neighbours in time: what slows both down falls out
     return {
         "ratio": ratio,
         "bound": BOUND,

@@ -19,7 +19,16 @@ from blocktrain.cli.flags import Json, Settings, at_least, given, refused
 from blocktrain.cli.serve import serve, stage
 from blocktrain.cli.together import audit, coordinator, doctor, kick, pull, replay, status, worker
 from blocktrain.config import make_config, read_settings
-from blocktrain.errors import OUT_OF_MEMORY, BlockTrainError, ConfigError, CorpusError, Interrupted, RunError, broken, out_of_memory
+from blocktrain.errors import (
+    OUT_OF_MEMORY,
+    BlockTrainError,
+    ConfigError,
+    CorpusError,
+    Interrupted,
+    RunError,
+    broken,
+    out_of_memory,
+)
 
 if TYPE_CHECKING:
     from blocktrain.runs.folder import Opened
@@ -79,15 +88,21 @@ def train(
     asked = Asked(data, preset, config, given(settings), reference)
     run, made, data, reference = _resumed(out, asked) if resume else _begun(out, asked)
     plan = Plan(run, made, source(data), reference=reference, slots=cores())
-    console.print(f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  {made.blocks} blocks, {made.steps} steps each")
+    console.print(
+        f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  {made.blocks} blocks, {made.steps} steps each"
+    )
     try:
         with StepBars(made.steps) as bars:
-            train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn)
+            train_blocks(
+                plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn
+            )
         with bar("evaluating") as progress:
             result = complete(plan, progress)
         page = write_report(run.folder)
     except KeyboardInterrupt:
-        raise Interrupted("stopped; everything up to here is saved: continue with --resume") from None
+        raise Interrupted(
+            "stopped; everything up to here is saved: continue with --resume"
+        ) from None
     if json_:
         print(json.dumps(result))
         return
@@ -117,8 +132,14 @@ def _begun(out: Path | None, asked: Asked) -> Opened:
     source(data).open().require(made.context)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
-        raise ConfigError(f"{asked.config}: reference must be true or false, and data a text (got {reference!r}, {of_run.get('data')!r})")
-    return open_run(create_run(out or new_run_folder(data), made, data, reference=reference or asked.reference).folder)
+        raise ConfigError(
+            f"{asked.config}: reference must be true or false, and data a text (got {reference!r}, {of_run.get('data')!r})"
+        )
+    return open_run(
+        create_run(
+            out or new_run_folder(data), made, data, reference=reference or asked.reference
+        ).folder
+    )
 
 
 def _resumed(out: Path | None, asked: Asked) -> Opened:
@@ -128,11 +149,20 @@ def _resumed(out: Path | None, asked: Asked) -> Opened:
 
     opened = open_run(out or newest_unfinished())
     if is_pulled(opened.run.folder):
-        raise RunError(f"{opened.run.folder} holds a model and no record of its training (coordinator/): there is nothing to resume here")
-    told = {"data": asked.data and absolute(asked.data), "preset": asked.preset, "config": asked.config, **asked.settings}
+        raise RunError(
+            f"{opened.run.folder} holds a model and no record of its training (coordinator/): there is nothing to resume here"
+        )
+    told = {
+        "data": asked.data and absolute(asked.data),
+        "preset": asked.preset,
+        "config": asked.config,
+        **asked.settings,
+    }
     kept = {"data": opened.data, **opened.config.model_dump()}
     if changed := [name for name, value in told.items() if value not in (None, kept.get(name))]:
-        raise ConfigError(f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that")
+        raise ConfigError(
+            f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; start a new run for that"
+        )
     return want_reference(opened) if asked.reference and not opened.reference else opened
 
 
@@ -180,18 +210,28 @@ def evaluate(
     try:
         corpus = source(read_manifest(run).data if data is None else data).open()
     except CorpusError as error:
-        raise error if data is not None else CorpusError(f"{error}; name another text with --data") from None
+        raise (
+            error if data is not None else CorpusError(f"{error}; name another text with --data")
+        ) from None
     corpus.require(model.config.context, "valid", advice="use a longer text")
     with bar("evaluating") as progress:
         ce = evaluate_run(run, model, corpus.valid, draws=draws, progress=progress)
     if json_:
-        values = {n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": perplexity(v)} for n, v in ce.items()}
-        finite = {n: {name: number if math.isfinite(number) else None for name, number in told.items()} for n, told in values.items()}
+        values = {
+            n: {"nats_per_byte": v, "bits_per_byte": v / math.log(2), "perplexity": perplexity(v)}
+            for n, v in ce.items()
+        }
+        finite = {
+            n: {name: number if math.isfinite(number) else None for name, number in told.items()}
+            for n, told in values.items()
+        }
         print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": finite}))
         return
     console.print(ce_table(escape(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes"), ce))
     if "euler" not in ce:
-        console.print("[dim]no Euler rows: the blocks were trained with objective=next and read no noised target[/]")
+        console.print(
+            "[dim]no Euler rows: the blocks were trained with objective=next and read no noised target[/]"
+        )
 
 
 @app.command
@@ -235,16 +275,29 @@ def generate(
     from blocktrain.runs.folder import load_model
 
     if mode == "autoregressive" and (draft != "first-block" or sweeps != 1):
-        raise ConfigError("--sweeps and --draft are for --mode sweep: autoregressive text has one traversal per byte and no draft")
+        raise ConfigError(
+            "--sweeps and --draft are for --mode sweep: autoregressive text has one traversal per byte and no draft"
+        )
     model = load_model(run, torch.device("cpu"))
     text, context = os.fsencode(prompt) or b"\n", model.config.context
     sampler = Sampler(seed, temperature)
     if mode == "autoregressive":
-        written = autoregressive(model.scorer(seed=seed), text, max_tokens, context, sampler, model.device)
+        written = autoregressive(
+            model.scorer(seed=seed), text, max_tokens, context, sampler, model.device
+        )
     elif draft == "none":
         written = sweep_from_noise(model, text, max_tokens, sampler, sweeps)
     else:
-        written = sweep(model.scorer(seed=seed), model.drafter(), text, max_tokens, context, sampler, sweeps, model.device)
+        written = sweep(
+            model.scorer(seed=seed),
+            model.drafter(),
+            text,
+            max_tokens,
+            context,
+            sampler,
+            sweeps,
+            model.device,
+        )
     sys.stdout.buffer.write(text)
     with one_thread():  # on more, a byte's bits depend on how many others are computed with it
         for byte in written:

@@ -44,10 +44,14 @@ def quality(
 
     seeds = tuple(seed or [0])
     if twice := [n for n in set(seeds) if seeds.count(n) > 1]:
-        raise ConfigError(f"seed {twice[0]} is named twice: means and spreads are of different seeds")
+        raise ConfigError(
+            f"seed {twice[0]} is named twice: means and spreads are of different seeds"
+        )
     data = ("wikitext2" if scale == "standard" else "stdlib") if data is None else data
     folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
-    options = commands.QualityOptions(folder, scale, source(data), seeds, given(settings), cores(), command_line())
+    options = commands.QualityOptions(
+        folder, scale, source(data), seeds, given(settings), cores(), command_line()
+    )
     commands.show(commands.tune(options) if tune else commands.quality(options), json_)
 
 
@@ -80,15 +84,23 @@ def step(
 class Distance:
     """Where the workers of a bench are."""
 
-    hosts: Annotated[int, at_least(1), Parameter(help="Distant hosts, each behind a link of its own.")] = 3
+    hosts: Annotated[
+        int, at_least(1), Parameter(help="Distant hosts, each behind a link of its own.")
+    ] = 3
     rtt_ms: Annotated[float, at_least(0), Parameter(help="Round trip of each link.")] = 80.0
-    mbit: Annotated[float, at_least(0), Parameter(help="Bandwidth of each link, in either direction.")] = 100.0
+    mbit: Annotated[
+        float, at_least(0), Parameter(help="Bandwidth of each link, in either direction.")
+    ] = 100.0
 
 
 def transport(
     *,
     scale: Literal["tiny", "standard"] = "standard",
-    part: Annotated[list[Literal["replay", "workers", "hosts", "ladder", "outer"]], Parameter(consume_multiple=True)] | None = None,
+    part: Annotated[
+        list[Literal["replay", "workers", "hosts", "ladder", "outer"]],
+        Parameter(consume_multiple=True),
+    ]
+    | None = None,
     distance: Annotated[Distance | None, Parameter(name="*")] = None,
     data: str | None = None,
     seed: int = 0,
@@ -121,7 +133,9 @@ def transport(
     far = distance or Distance()
     seeds = (seed, seed + 1, seed + 2)
     link = Link(far.rtt_ms, mbit=far.mbit, seed=seed)
-    options = TransportOptions(folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link)
+    options = TransportOptions(
+        folder, scale, source(data), tuple(part or PARTS), seeds, far.hosts, link
+    )
     commands.show(commands.transport(options, command_line()), json_)
 
 
@@ -154,7 +168,10 @@ def coordinator(
     from blocktrain.bench.transport.transfers import TransferOptions
 
     swarm, transfers = SwarmOptions(workers, seconds, seed), TransferOptions(megabytes, seed)
-    commands.show(commands.coordinator(swarm, transfers, out or Path("results/coordinator"), command_line()), json_)
+    commands.show(
+        commands.coordinator(swarm, transfers, out or Path("results/coordinator"), command_line()),
+        json_,
+    )
 
 
 @dataclass(frozen=True)
@@ -162,8 +179,12 @@ class Route:
     """Where the hosts that serve are."""
 
     hosts: Annotated[int, at_least(2), Parameter(help="Hosts, the entry's among them.")] = 3
-    rtt_ms: Annotated[str, Parameter(help="Round trips between hosts, one after another.")] = "1,20,80,150"
-    mbit: Annotated[float, at_least(0), Parameter(help="Bandwidth of each host's line, in either direction.")] = 100.0
+    rtt_ms: Annotated[str, Parameter(help="Round trips between hosts, one after another.")] = (
+        "1,20,80,150"
+    )
+    mbit: Annotated[
+        float, at_least(0), Parameter(help="Bandwidth of each host's line, in either direction.")
+    ] = 100.0
 
     def round_trips(self) -> tuple[float, ...]:
         """In milliseconds."""
@@ -172,7 +193,9 @@ class Route:
         except ValueError:
             found = ()
         if not found or min(found) < 0:
-            raise ConfigError(f"--rtt-ms {self.rtt_ms!r} is no list of milliseconds, for example 1,20,80,150")
+            raise ConfigError(
+                f"--rtt-ms {self.rtt_ms!r} is no list of milliseconds, for example 1,20,80,150"
+            )
         return found
 
 
@@ -180,7 +203,12 @@ class Route:
 class Large:
     """A model in its logical shape only."""
 
-    shape: Annotated[str, Parameter(help="Measure the logical shape of a model of so many parameters instead, for example 75.8B.")] = ""
+    shape: Annotated[
+        str,
+        Parameter(
+            help="Measure the logical shape of a model of so many parameters instead, for example 75.8B."
+        ),
+    ] = ""
     tokens: Annotated[int, at_least(2), Parameter(help="Bytes of output of --shape.")] = 32
 
 
@@ -221,9 +249,19 @@ def serving(
     far, shape = distance or Route(), large or Large()
     round_trips = far.round_trips()
     if shape.shape:
-        link = Link(round_trips[-1] if distance and len(round_trips) == 1 else 80.0, mbit=far.mbit, seed=seed)
+        link = Link(
+            round_trips[-1] if distance and len(round_trips) == 1 else 80.0,
+            mbit=far.mbit,
+            seed=seed,
+        )
         folder = out or Path("results") / f"shape-{shape.shape}"
-        commands.show(measure_large(LargeOptions(folder, shape.shape, shape.tokens, far.hosts, link, cores()), command_line()), json_)
+        commands.show(
+            measure_large(
+                LargeOptions(folder, shape.shape, shape.tokens, far.hosts, link, cores()),
+                command_line(),
+            ),
+            json_,
+        )
         return
     folder = out or Path("results") / f"serving-{scale}"
     corpus = source(_corpus(run, data) or ("wikitext2" if scale == "standard" else "stdlib"))

@@ -7,7 +7,15 @@ import shlex
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Optional
 
-from cyclopts import Argument, CoercionError, CycloptsError, Group, MissingArgumentError, Parameter, UnusedCliTokensError
+from cyclopts import (
+    Argument,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    Parameter,
+    UnusedCliTokensError,
+)
 from cyclopts import Token as Word
 from cyclopts import ValidationError as WrongValue
 from pydantic import BaseModel, Field, ValidationError, create_model
@@ -19,7 +27,10 @@ from blocktrain.coordinator.policy import Policy
 def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> Any:
     """A model with the same fields but some, each optional."""
     fields = {
-        key: (Optional[field.annotation], Field(default=None, description=f"{field.description} (default {field.default})"))  # noqa: UP045
+        key: (
+            Optional[field.annotation],
+            Field(default=None, description=f"{field.description} (default {field.default})"),
+        )
         for key, field in model.model_fields.items()
         if key not in without
     }
@@ -28,15 +39,41 @@ def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> An
 
 def flags_of(name: str, title: str, model: type[BaseModel], without: Collection[str] = ()) -> Any:
     """The annotation of a command's parameter that takes the fields of a model as flags."""
-    return Annotated[Optional[_optional(name, model, without)], Parameter(name="*", group=Group(title), negative=())]  # noqa: UP045
+    return Annotated[
+        Optional[_optional(name, model, without)],
+        Parameter(name="*", group=Group(title), negative=()),
+    ]
 
 
 Settings = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
-VARIES = ("seed", "objective", "skip", "compose", "data_order", "tail", "tail_share", "tail_sigma_min")
-Varied = flags_of("VariedFlags", "Settings of all variants (by default those of --scale; others as in train)", Config, without=VARIES)
-Coordination = flags_of("PolicyFlags", "Coordination (also in the table coordination of --config FILE.toml)", Policy)
-Token = Annotated[str, Parameter(env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN).")]
-Json = Annotated[bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())]
+VARIES = (
+    "seed",
+    "objective",
+    "skip",
+    "compose",
+    "data_order",
+    "tail",
+    "tail_share",
+    "tail_sigma_min",
+)
+Varied = flags_of(
+    "VariedFlags",
+    "Settings of all variants (by default those of --scale; others as in train)",
+    Config,
+    without=VARIES,
+)
+Coordination = flags_of(
+    "PolicyFlags", "Coordination (also in the table coordination of --config FILE.toml)", Policy
+)
+Token = Annotated[
+    str,
+    Parameter(
+        env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN)."
+    ),
+]
+Json = Annotated[
+    bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())
+]
 
 
 def given(settings: Any) -> dict[str, Any]:
@@ -76,7 +113,9 @@ def refused(error: CycloptsError) -> str:
             return f"{name} needs a value; see --help"
         case MissingArgumentError(argument=Argument() as missing):
             return f"{missing.name.removeprefix('--').upper() if missing.index is not None else missing.name} is missing; see --help"
-        case WrongValue(argument=Argument(tokens=[Word() as token, *_]), exception_message=str(said)):
+        case WrongValue(
+            argument=Argument(tokens=[Word() as token, *_]), exception_message=str(said)
+        ):
             return f"{token.keyword or token.value}: {said} (got {token.value})"
         case CoercionError(token=Word() as token) if isinstance(cause, ValueError):
             return f"{token.keyword or token.value}: {cause} (got {token.value})"

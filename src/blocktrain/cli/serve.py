@@ -35,12 +35,31 @@ Yes = Annotated[bool, Parameter(negative=())]
 class Door:
     """Where `serve` listens, to whom, and to how many."""
 
-    listen: Annotated[str, Parameter(help="Address and port of the API and the page; port 0 takes a free one.")] = "127.0.0.1:8480"
-    api_keys: Annotated[Path | None, Parameter(help="File with an API key a line; beyond this machine one is needed.")] = None
-    open: Annotated[bool, Parameter(help="Listen beyond this machine without API keys: anyone may use it.", negative=())] = False
-    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files) to serve https with.", negative=())] = None
-    max_requests: Annotated[int, at_least(1), Parameter(help="Requests that are answered at a time.")] = 8
-    queue: Annotated[int, at_least(0), Parameter(help="Requests that may wait; those beyond are told to come again (429).")] = 32
+    listen: Annotated[
+        str, Parameter(help="Address and port of the API and the page; port 0 takes a free one.")
+    ] = "127.0.0.1:8480"
+    api_keys: Annotated[
+        Path | None,
+        Parameter(help="File with an API key a line; beyond this machine one is needed."),
+    ] = None
+    open: Annotated[
+        bool,
+        Parameter(
+            help="Listen beyond this machine without API keys: anyone may use it.", negative=()
+        ),
+    ] = False
+    tls: Annotated[
+        tuple[Path, Path] | None,
+        Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
+    ] = None
+    max_requests: Annotated[
+        int, at_least(1), Parameter(help="Requests that are answered at a time.")
+    ] = 8
+    queue: Annotated[
+        int,
+        at_least(0),
+        Parameter(help="Requests that may wait; those beyond are told to come again (429)."),
+    ] = 32
 
     def parse(self) -> Where:
         """Where to listen, refusing an address that strangers can reach unless there are keys."""
@@ -48,7 +67,9 @@ class Door:
 
         host, port = parse_address(self.listen)
         if self.api_keys is None and not self.open and not is_loopback(host):
-            raise ConfigError(f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)")
+            raise ConfigError(
+                f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)"
+            )
         certificate, key = self.tls or (None, None)
         return Where(host, port, certificate=certificate, key=key)
 
@@ -72,16 +93,30 @@ class Answers:
             "sweep: the whole text at once. By default exact, or autoregressive for models that cannot be checked in one sweep."
         ),
     ] = None
-    sweeps: Annotated[int, at_least(1), Parameter(help="Traversals of mode sweep; more come closer to the exact text.")] = 1
+    sweeps: Annotated[
+        int,
+        at_least(1),
+        Parameter(help="Traversals of mode sweep; more come closer to the exact text."),
+    ] = 1
     draft: Annotated[
         Literal["first-block", "none"] | None,
-        Parameter(help="What mode sweep starts from: the first block's text, or pure noise (the default where blocks write none alone)."),
+        Parameter(
+            help="What mode sweep starts from: the first block's text, or pure noise (the default where blocks write none alone)."
+        ),
     ] = None
     no_degraded: Annotated[
-        bool, Parameter(help="Fail an answer when a block is missing, instead of going on without and saying so.", negative=())
+        bool,
+        Parameter(
+            help="Fail an answer when a block is missing, instead of going on without and saying so.",
+            negative=(),
+        ),
     ] = False
     deadline: Annotated[
-        float, at_least(1), Parameter(help="Seconds that an answer may take; one that is not complete then fails, stuck or not.")
+        float,
+        at_least(1),
+        Parameter(
+            help="Seconds that an answer may take; one that is not complete then fails, stuck or not."
+        ),
     ] = 600.0
 
     def defaults(self, entry: Entry) -> Defaults:
@@ -89,7 +124,9 @@ class Answers:
         from blocktrain.serving.openai_messages import Defaults
 
         mode = self.mode or ("exact" if "exact" in entry.modes() else "autoregressive")
-        return Defaults(mode, self.sweeps, self.draft or entry.draft(), not self.no_degraded, self.deadline)
+        return Defaults(
+            mode, self.sweeps, self.draft or entry.draft(), not self.no_degraded, self.deadline
+        )
 
 
 @dataclass(frozen=True)
@@ -104,24 +141,48 @@ class Hosts:
         ),
     ] = ""
     token: Token = ""
-    key: Annotated[Path | None, Parameter(help="File with the secret that the stages ask for.")] = None
-    ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the stages' own are signed by; the lines are then TLS.")] = None
-    wire: Annotated[Literal["fp32", "fp16"], Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text.")] = "fp32"
+    key: Annotated[Path | None, Parameter(help="File with the secret that the stages ask for.")] = (
+        None
+    )
+    ca: Annotated[
+        Path | None,
+        Parameter(
+            help="Certificate (PEM) that the stages' own are signed by; the lines are then TLS."
+        ),
+    ] = None
+    wire: Annotated[
+        Literal["fp32", "fp16"],
+        Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text."),
+    ] = "fp32"
 
     def entry(self, run: Path, *, reference: bool, threads: int) -> Entry:
         """Ready to be started."""
         from blocktrain.serving.entry.entry import Entry
         from blocktrain.serving.entry.route import parse_route
 
-        stages = _finding(_coordinator(self.route, self.token, self.ca)) if "://" in self.route else parse_route(self.route)
+        stages = (
+            _finding(_coordinator(self.route, self.token, self.ca))
+            if "://" in self.route
+            else parse_route(self.route)
+        )
         secret = read_key(self.key) if self.key else b""
-        return Entry(run, stages, key=secret, tls=_trusting(self.ca), wire=self.wire, reference=reference, threads=threads)
+        return Entry(
+            run,
+            stages,
+            key=secret,
+            tls=_trusting(self.ca),
+            wire=self.wire,
+            reference=reference,
+            threads=threads,
+        )
 
 
 def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
     from blocktrain.web.client import HttpClient
 
-    return HttpClient(url, token, ca=ca if url.startswith("https://") else None, timeout=ASK_SECONDS)
+    return HttpClient(
+        url, token, ca=ca if url.startswith("https://") else None, timeout=ASK_SECONDS
+    )
 
 
 def _finding(coordinator: HttpClient) -> Find:
@@ -182,7 +243,9 @@ def serve(
     run_loop(serving())
 
 
-async def _serve(entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]) -> None:
+async def _serve(
+    entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]
+) -> None:
     """Until it is told to stop."""
     from blocktrain.serving.entry.entry import Request
     from blocktrain.serving.openai_api import build_app
@@ -192,7 +255,9 @@ async def _serve(entry: Entry, rules: Rules, listen: Where, announce: Callable[[
     await entry.start()
     defaults = rules.defaults
     entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
-    await server.serve(lambda: announce(server.url))  # not before: who reads it may already want to stop it
+    await server.serve(
+        lambda: announce(server.url)
+    )  # not before: who reads it may already want to stop it
 
 
 def _announce(url: str, model: str, json_: bool) -> None:
@@ -200,27 +265,53 @@ def _announce(url: str, model: str, json_: bool) -> None:
 
     if json_:
         print(json.dumps({"url": url, "model": model}), flush=True)
-    console.print(f"write with it  [bold]{url}[/]\nfrom code      base_url {url}/v1, model {model}", soft_wrap=True, highlight=False)
+    console.print(
+        f"write with it  [bold]{url}[/]\nfrom code      base_url {url}/v1, model {model}",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 @dataclass(frozen=True)
 class Post:
     """Where a stage listens, and to whom."""
 
-    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = "127.0.0.1:8481"
-    key: Annotated[Path | None, Parameter(help="File with the secret that all hosts share; needed beyond this machine.")] = None
-    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files): lines are then TLS.", negative=())] = None
-    ca: Annotated[Path | None, Parameter(help="Certificate (PEM) that the next stage's own is signed by, in a ring over TLS.")] = None
-    announce: Annotated[str, Parameter(help="Coordinator to tell of this stage: http://host:port, as in `serve --route`.")] = ""
+    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = (
+        "127.0.0.1:8481"
+    )
+    key: Annotated[
+        Path | None,
+        Parameter(help="File with the secret that all hosts share; needed beyond this machine."),
+    ] = None
+    tls: Annotated[
+        tuple[Path, Path] | None,
+        Parameter(help="Certificate and key (PEM files): lines are then TLS.", negative=()),
+    ] = None
+    ca: Annotated[
+        Path | None,
+        Parameter(
+            help="Certificate (PEM) that the next stage's own is signed by, in a ring over TLS."
+        ),
+    ] = None
+    announce: Annotated[
+        str,
+        Parameter(
+            help="Coordinator to tell of this stage: http://host:port, as in `serve --route`."
+        ),
+    ] = ""
     token: Token = ""
 
     def parse(self) -> tuple[str, int]:
         """Host and port, refusing an address that strangers can reach unless there is a key."""
         host, port = parse_address(self.listen)
         if self.key is None and not is_loopback(host):
-            raise ConfigError(f"{host} can be reached from other machines: give --key FILE, the same on all hosts")
+            raise ConfigError(
+                f"{host} can be reached from other machines: give --key FILE, the same on all hosts"
+            )
         if self.announce and host in ("0.0.0.0", "::"):
-            raise ConfigError(f"nobody can dial {host}: with --announce, listen on the address that others reach this machine by")
+            raise ConfigError(
+                f"nobody can dial {host}: with --announce, listen on the address that others reach this machine by"
+            )
         return host, port
 
     def guard(self) -> Guard:
@@ -237,7 +328,9 @@ def _showing(certificate: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:  # SSLError is one
-        raise ConfigError(f"cannot use the certificate {certificate} with {key}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"cannot use the certificate {certificate} with {key}: {error.strerror or error}"
+        ) from None
     return context
 
 
@@ -284,7 +377,11 @@ def stage(
         await held.start(host, port)
         try:
             _announce_stage(held, json_)
-            telling = [_keep_telling(_coordinator(post.announce, post.token, post.ca), held)] if post.announce else []
+            telling = (
+                [_keep_telling(_coordinator(post.announce, post.token, post.ca), held)]
+                if post.announce
+                else []
+            )
             await _first(told.wait(), *telling)
         finally:
             await held.aclose()
@@ -333,7 +430,17 @@ def _announce_stage(held: Stage, json_: bool) -> None:
 
     facts = held.holding.facts
     if json_:
-        said = {"address": held.address, "kind": facts.kind, "blocks": facts.blocks, "fingerprint": facts.fingerprint, "model": facts.model}
+        said = {
+            "address": held.address,
+            "kind": facts.kind,
+            "blocks": facts.blocks,
+            "fingerprint": facts.fingerprint,
+            "model": facts.model,
+        }
         print(json.dumps(said), flush=True)
     name = "layers of the reference, groups" if facts.kind == "reference" else "blocks"
-    console.print(f"serving {name} {', '.join(map(str, facts.blocks))} at [bold]{held.address}[/]", soft_wrap=True, highlight=False)
+    console.print(
+        f"serving {name} {', '.join(map(str, facts.blocks))} at [bold]{held.address}[/]",
+        soft_wrap=True,
+        highlight=False,
+    )

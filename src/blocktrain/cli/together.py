@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from blocktrain.web.client import HttpClient
 
 SWITCH_SECONDS = 0.0005  # that a merge may compute while an answer waits for the interpreter, which it does many times
-Ca = Annotated[Path | None, Parameter(help="Certificate (PEM) that the coordinator's own must be signed by, if it is not a public one.")]
+Ca = Annotated[
+    Path | None,
+    Parameter(
+        help="Certificate (PEM) that the coordinator's own must be signed by, if it is not a public one."
+    ),
+]
 LAST_SCORE_SECONDS = 60.0  # that --exit waits for the last versions to be scored
 Yes = Annotated[bool, Parameter(negative=())]
 
@@ -38,21 +43,34 @@ Yes = Annotated[bool, Parameter(negative=())]
 class Address:
     """Where a coordinator listens, and to whom."""
 
-    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = "127.0.0.1:8470"
+    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = (
+        "127.0.0.1:8470"
+    )
     token: Token = ""
     open: Annotated[
-        bool, Parameter(help="Listen beyond this machine without a token: anyone who finds the address may join.", negative=())
+        bool,
+        Parameter(
+            help="Listen beyond this machine without a token: anyone who finds the address may join.",
+            negative=(),
+        ),
     ] = False
-    tls: Annotated[tuple[Path, Path] | None, Parameter(help="Certificate and key (PEM files) to serve https with.", negative=())] = None
+    tls: Annotated[
+        tuple[Path, Path] | None,
+        Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
+    ] = None
 
     def parse(self) -> tuple[str, int]:
         """Host and port, refusing an address that strangers can reach unless there is a token."""
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"--listen {self.listen!r} is not host:port, for example 127.0.0.1:8470")
+            raise ConfigError(
+                f"--listen {self.listen!r} is not host:port, for example 127.0.0.1:8470"
+            )
         host = host.strip("[]")
         if not self.token and not self.open and not _loopback(host):
-            raise ConfigError(f"{host} can be reached from other machines: give --token SECRET (or --open to let anyone join)")
+            raise ConfigError(
+                f"{host} can be reached from other machines: give --token SECRET (or --open to let anyone join)"
+            )
         return host, int(port)
 
 
@@ -60,11 +78,19 @@ class Address:
 class Conduct:
     """What a coordinator does beside the run; not part of it, and may be another at every start."""
 
-    exit: Annotated[bool, Parameter(help="Leave when the run is finished, instead of staying for `pull` and `status`.", negative=())] = (
-        False
-    )
+    exit: Annotated[
+        bool,
+        Parameter(
+            help="Leave when the run is finished, instead of staying for `pull` and `status`.",
+            negative=(),
+        ),
+    ] = False
     score_bytes: Annotated[
-        int, at_least(0), Parameter(help="Bytes of the valid part on which new versions are scored, in a process beside; 0: none.")
+        int,
+        at_least(0),
+        Parameter(
+            help="Bytes of the valid part on which new versions are scored, in a process beside; 0: none."
+        ),
     ] = 65536
 
 
@@ -101,17 +127,23 @@ def coordinator(
     folder = out or new_run_folder(asked[2])
     running = open_coordinator(folder)
     try:
-        _require_same_run(running, asked, folder, bool(config or data or given(settings) or given(coordination)))
+        _require_same_run(
+            running, asked, folder, bool(config or data or given(settings) or given(coordination))
+        )
         operator = _operator_token(folder)
         certificate, key = where.tls or (None, None)
-        server = Server(running, Listen(host, port, where.token, operator, certificate=certificate, key=key))
+        server = Server(
+            running, Listen(host, port, where.token, operator, certificate=certificate, key=key)
+        )
         _announce(server.url, folder, where.token, json_)
         _serve(running, server, asked, conduct or Conduct())
     finally:
         running.close()
 
 
-def _asked(config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]) -> tuple[Config, Policy, str]:
+def _asked(
+    config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]
+) -> tuple[Config, Policy, str]:
     from_file, of_run = read_settings(config)
     corpus = str(of_run.get("data", "stdlib")) if data is None else data
     coordination = from_file.pop("coordination", {})
@@ -120,9 +152,13 @@ def _asked(config: Path | None, data: str | None, settings: dict[str, Any], poli
     return make_config({**from_file, **settings}), make_policy({**coordination, **policy}), corpus
 
 
-def _require_same_run(running: Coordinator, asked: tuple[Config, Policy, str], folder: Path, named: bool) -> None:
+def _require_same_run(
+    running: Coordinator, asked: tuple[Config, Policy, str], folder: Path, named: bool
+) -> None:
     if running.ready and named and (running.live.config, running.live.policy) != asked[:2]:
-        raise ConfigError(f"{folder} holds a run with other settings; leave the settings out to continue it, or choose another --out")
+        raise ConfigError(
+            f"{folder} holds a run with other settings; leave the settings out to continue it, or choose another --out"
+        )
 
 
 def _loopback(host: str) -> bool:
@@ -147,12 +183,19 @@ def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
     join = f"blocktrain worker {url}" + (f" --token {token}" if token else "")
     page = f"{url}/" + (f"#token={quote(token, safe='')}" if token else "")
     if json_:
-        print(json.dumps({"url": url, "folder": str(folder), "join": join, "page": page}), flush=True)
-    console.print(f"run folder [bold]{folder}[/]\njoin with   [bold]{join}[/]\npage        [bold]{page}[/]", soft_wrap=True)
+        print(
+            json.dumps({"url": url, "folder": str(folder), "join": join, "page": page}), flush=True
+        )
+    console.print(
+        f"run folder [bold]{folder}[/]\njoin with   [bold]{join}[/]\npage        [bold]{page}[/]",
+        soft_wrap=True,
+    )
     console.print(f"watch with  blocktrain status {url} --watch", soft_wrap=True)
 
 
-def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, str], conduct: Conduct) -> None:
+def _serve(
+    running: Coordinator, server: Server, asked: tuple[Config, Policy, str], conduct: Conduct
+) -> None:
     """Answer from the first moment; prepare the run beside it; tell what happens until stopped."""
     from blocktrain.watch.console import Watch, warn
     from blocktrain.watch.scoring import Scorer
@@ -172,7 +215,9 @@ def _serve(running: Coordinator, server: Server, asked: tuple[Config, Policy, st
             scorer.start()
         while server.serves(0.5):
             if watch.tell() and conduct.exit:
-                time.sleep(2 * running.live.options.poll)  # waiting workers ask once more and are told that it is over
+                time.sleep(
+                    2 * running.live.options.poll
+                )  # waiting workers ask once more and are told that it is over
                 scorer.settle(LAST_SCORE_SECONDS)
                 watch.tell()
                 break
@@ -189,7 +234,9 @@ def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) ->
     """Version 0 and the corpus, made in a process of its own: it needs torch, the coordinator does not."""
     from blocktrain.runs.preparing import CorpusPlace, prepare_in_process
 
-    with tempfile.TemporaryDirectory(dir=running.live.store.blobs.folder, prefix="prepare-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=running.live.store.blobs.folder, prefix="prepare-"
+    ) as folder:
         prepare_in_process(config, CorpusPlace(data, data_folder(), cache_folder()), Path(folder))
         running.begin(config, policy, data, Path(folder))
 
@@ -263,7 +310,9 @@ def doctor(
         raise RunError("a check failed; see above what fixes it")
 
 
-def status(url: str, *, watch: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+def status(
+    url: str, *, watch: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False
+) -> None:
     """Blocks, rounds, workers and bytes of a run.
 
     Parameters
@@ -329,10 +378,15 @@ def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json =
         print(json.dumps({"run": str(out), "versions": chosen.summary}))
         return
     made = ", ".join(f"{name} version {version}" for name, version in chosen.summary.items())
-    console.print(f"{made}\nevaluate   blocktrain evaluate {out}\nwrite      blocktrain generate {out} --prompt 'The '", highlight=False)
+    console.print(
+        f"{made}\nevaluate   blocktrain evaluate {out}\nwrite      blocktrain generate {out} --prompt 'The '",
+        highlight=False,
+    )
 
 
-def audit(where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+def audit(
+    where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False
+) -> None:
     """Recompute every version of a run from its public record; find updates that were lost, counted twice or never sent.
 
     Parameters
@@ -364,12 +418,16 @@ def replay(where: Path, *, listen: str = "127.0.0.1:0", json_: Json = False) -> 
 
     host, port = Address(listen, open=True).parse()
     if not _loopback(host):
-        raise ConfigError(f"--listen {listen!r}: a replay answers on this machine only; from another one use ssh -L")
+        raise ConfigError(
+            f"--listen {listen!r}: a replay answers on this machine only; from another one use ssh -L"
+        )
     log = find_log(where)
     server = AppServer(replay_app(log), Where(host, port))
     if json_:
         print(json.dumps({"url": server.url, "log": str(log)}), flush=True)
-    console.print(f"events of   {log}\npage        [bold]{server.url}/[/]\nCtrl-C ends it", soft_wrap=True)
+    console.print(
+        f"events of   {log}\npage        [bold]{server.url}/[/]\nCtrl-C ends it", soft_wrap=True
+    )
     server.start()
     try:
         while server.serves(60):

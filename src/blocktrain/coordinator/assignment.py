@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from math import floor, inf
 
 from blocktrain.coordinator.rounds import finished, is_alive, round_length, spent
-from blocktrain.coordinator.state import Assignment, BlockState, Grant, Lease, Options, RunState, Stop, Wait, WorkerState
+from blocktrain.coordinator.state import (
+    Assignment,
+    BlockState,
+    Grant,
+    Lease,
+    Options,
+    RunState,
+    Stop,
+    Wait,
+    WorkerState,
+)
 
 
 def assign(now: float, state: RunState, options: Options, worker: str) -> Assignment:
@@ -21,25 +31,43 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
         return Stop(reason)
     if state.stopping:
         return Stop("the run is stopping: no more tasks")
-    mine = sorted((x for x in state.leases.values() if x.worker == worker and not x.expired), key=lambda x: x.task)
+    mine = sorted(
+        (x for x in state.leases.values() if x.worker == worker and not x.expired),
+        key=lambda x: x.task,
+    )
     for lease in mine:
         block = state.blocks[lease.block]
-        if not lease.trained and lease.base == block.version and now + lease.expected <= lease.expires:
+        if (
+            not lease.trained
+            and lease.base == block.version
+            and now + lease.expected <= lease.expires
+        ):
             again = f"task {lease.task} is already yours: it continues"
-            return Grant(lease, now + round_length(block, options), round_length(block, options), True, again)
+            return Grant(
+                lease, now + round_length(block, options), round_length(block, options), True, again
+            )
     uploading = sum(lease.trained for lease in mine)
     if uploading > options.max_uploading:
-        return Wait(min(1.0, options.poll), f"{uploading} of your updates are not submitted yet: upload first")
+        return Wait(
+            min(1.0, options.poll),
+            f"{uploading} of your updates are not submitted yet: upload first",
+        )
     index, reason = choose_block(now, state, options, known)
     if index is None:
         return Wait(options.poll, reason)
     return _grant(now, state, options, known, (index, reason))
 
 
-def choose_block(now: float, state: RunState, options: Options, worker: WorkerState) -> tuple[int | None, str]:
+def choose_block(
+    now: float, state: RunState, options: Options, worker: WorkerState
+) -> tuple[int | None, str]:
     """The worker's own block; it moves only when that is done, or when a block without workers has fallen far behind."""
     staffed = _staffed(now, state, options, worker)
-    free = [index for index in sorted(state.blocks) if spent(state, options, index) < 1 and fusion_open(state, options, index)]
+    free = [
+        index
+        for index in sorted(state.blocks)
+        if spent(state, options, index) < 1 and fusion_open(state, options, index)
+    ]
     if options.exclusive:
         free = [index for index in free if not staffed[index]]
     if not free:
@@ -52,10 +80,22 @@ def choose_block(now: float, state: RunState, options: Options, worker: WorkerSt
     own = worker.block
     if own not in free:
         index = min(free, key=behind)
-        return index, f"block {index} is furthest behind: version {state.blocks[index].version}, {staffed[index]} workers"
+        return (
+            index,
+            f"block {index} is furthest behind: version {state.blocks[index].version}, {staffed[index]} workers",
+        )
     lag = inf if options.max_lag is None else state.blocks[own].version - options.max_lag
-    alone = [i for i in free if not staffed[i] and i != own and options.max_lag is not None and state.blocks[i].version < lag]
-    crowded = staffed[own] > 0 or not any(staffed[index] > 1 for index in state.blocks if index != own)
+    alone = [
+        i
+        for i in free
+        if not staffed[i]
+        and i != own
+        and options.max_lag is not None
+        and state.blocks[i].version < lag
+    ]
+    crowded = staffed[own] > 0 or not any(
+        staffed[index] > 1 for index in state.blocks if index != own
+    )
     if alone and crowded:
         index = min(alone, key=behind)
         gap = state.blocks[own].version - state.blocks[index].version
@@ -63,10 +103,16 @@ def choose_block(now: float, state: RunState, options: Options, worker: WorkerSt
     return own, f"block {own} is this worker's block"
 
 
-def _staffed(now: float, state: RunState, options: Options, worker: WorkerState) -> Counter[int | None]:
+def _staffed(
+    now: float, state: RunState, options: Options, worker: WorkerState
+) -> Counter[int | None]:
     """How many others work on each block."""
     since = now - options.alive  # as `is_alive`, for a thousand at a time
-    return Counter(w.block for w in state.workers.values() if w.seen >= since and not w.kicked and w.id != worker.id)
+    return Counter(
+        w.block
+        for w in state.workers.values()
+        if w.seen >= since and not w.kicked and w.id != worker.id
+    )
 
 
 def fusion_open(state: RunState, options: Options, index: int) -> bool:
@@ -95,13 +141,21 @@ class Size:
 
 def size_task(left: float, options: Options, block: BlockState, worker: WorkerState) -> Size:
     """As many steps as this worker can finish in the wanted time and before the deadline, `left` seconds away."""
-    most = options.max_steps if options.budget_steps is None else min(options.max_steps, max(1, options.budget_steps - block.steps))
+    most = (
+        options.max_steps
+        if options.budget_steps is None
+        else min(options.max_steps, max(1, options.budget_steps - block.steps))
+    )
     if options.fixed_steps is not None:
         most = min(most, options.fixed_steps)
     least = most if options.fixed_steps is not None else min(options.min_steps, most)
     if worker.seconds_per_step is None:
         steps = most if options.fixed_steps is not None else min(options.first_steps, most)
-        return Size(steps, left * options.safety, f"{steps} steps: the first task of a worker of unknown speed")
+        return Size(
+            steps,
+            left * options.safety,
+            f"{steps} steps: the first task of a worker of unknown speed",
+        )
     step = max(worker.seconds_per_step * block.cost, 1e-9)
     if options.exclusive:
         return Size(most, worker.overhead + most * step, f"{most} steps: fixed")
@@ -113,38 +167,65 @@ def size_task(left: float, options: Options, block: BlockState, worker: WorkerSt
     if fitting >= least:
         return Size(fitting, needed, f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s")
     least_said = "one step needs" if least == 1 else f"{least} steps need"
-    return Size(0, needed, f"even {least_said} {needed:.1f} s and {max(left, 0.0):.1f} s are left", least)
+    return Size(
+        0, needed, f"even {least_said} {needed:.1f} s and {max(left, 0.0):.1f} s are left", least
+    )
 
 
-def _grant(now: float, state: RunState, options: Options, worker: WorkerState, chosen: tuple[int, str]) -> Assignment:
+def _grant(
+    now: float, state: RunState, options: Options, worker: WorkerState, chosen: tuple[int, str]
+) -> Assignment:
     index, why = chosen
     block = state.blocks[index]
     length = round_length(block, options)
     running = block.round.deadline is not None
     deadline = block.round.deadline if block.round.deadline is not None else now + length
-    left = None if options.exclusive or worker.seconds_per_step is None else others_done_in(now, state, options, worker, index)
+    left = (
+        None
+        if options.exclusive or worker.seconds_per_step is None
+        else others_done_in(now, state, options, worker, index)
+    )
     if left is not None:
         if _better_waits(left, options, block, worker):
-            return Wait(min(options.poll, max(left, 0.25)), f"the next version of block {index} is worth waiting for: about {left:.1f} s")
+            return Wait(
+                min(options.poll, max(left, 0.25)),
+                f"the next version of block {index} is worth waiting for: about {left:.1f} s",
+            )
         options = replace(options, task_seconds=min(options.task_seconds, left))
     size = size_task(deadline - now, options, block, worker)
     if size.steps == 0:
         whole = size_task(length, options, block, worker)
         if whole.steps:
-            return Wait(min(options.poll, max(deadline - now, 0.1)), f"{size.reason}; the next round of block {index} has time for you")
+            return Wait(
+                min(options.poll, max(deadline - now, 0.1)),
+                f"{size.reason}; the next round of block {index} has time for you",
+            )
         least = size.least
         if not running and not _staffed(now, state, options, worker)[index]:
             length = min(size.seconds / options.safety, options.longest_deadline)
             deadline = now + length
-            size = replace(size, steps=least, reason=f"{least} steps; the deadline is {length:.1f} s for its only worker")
+            size = replace(
+                size,
+                steps=least,
+                reason=f"{least} steps; the deadline is {length:.1f} s for its only worker",
+            )
         elif size.seconds <= deadline - now + options.max_staleness * length:
-            size = replace(size, steps=least, reason=f"{least} steps; they will be late and count with a staleness weight")
+            size = replace(
+                size,
+                steps=least,
+                reason=f"{least} steps; they will be late and count with a staleness weight",
+            )
         else:
             return Wait(
-                options.poll, f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds"
+                options.poll,
+                f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds",
             )
     current = [x for x in state.leases.values() if x.block == index and x.base == block.version]
-    again = min((x for x in current if _takeable(now, state, options, x, worker)), key=lambda x: x.task, default=None)
+    again = min(
+        (x for x in current if _takeable(now, state, options, x, worker)),
+        key=lambda x: x.task,
+        default=None,
+    )
     ends = max(deadline, now + 2 * size.seconds) if options.lease is None else now + options.lease
     lease = Lease(
         task=again.task if again else state.next_task,
@@ -156,21 +237,33 @@ def _grant(now: float, state: RunState, options: Options, worker: WorkerState, c
         steps=size.steps,
         start_step=block.steps,
         granted=now,
-        expires=min(ends, now + 2 * options.longest_deadline),  # whatever speed a worker claims to have
+        expires=min(
+            ends, now + 2 * options.longest_deadline
+        ),  # whatever speed a worker claims to have
         expected=size.seconds,
     )
     redo = f"; again, after the lease of {again.worker} ran out" if again else ""
     return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
 
 
-def others_done_in(now: float, state: RunState, options: Options, worker: WorkerState, index: int) -> float | None:
+def others_done_in(
+    now: float, state: RunState, options: Options, worker: WorkerState, index: int
+) -> float | None:
     """Seconds until the others who train this version of a block are probably done, and there will be a next one; None: nobody does.
 
     Tasks of a round that end together are merged together. Whoever began another one from the same version would be late with it.
     """
     version = state.blocks[index].version
-    of_round = (x for x in state.leases.values() if x.block == index and x.base == version and x.worker != worker.id)
-    at_work = (x for x in of_round if not x.expired and not x.trained and is_alive(now, state, options, x.worker))
+    of_round = (
+        x
+        for x in state.leases.values()
+        if x.block == index and x.base == version and x.worker != worker.id
+    )
+    at_work = (
+        x
+        for x in of_round
+        if not x.expired and not x.trained and is_alive(now, state, options, x.worker)
+    )
     ends = [min(x.finish(now), x.expires) for x in at_work]  # an upload may take any time
     return max(0.0, max(ends) - now) if ends else None
 
@@ -180,10 +273,16 @@ def _better_waits(left: float, options: Options, block: BlockState, worker: Work
     if options.fixed_steps is None:
         return left < options.least_task * options.task_seconds
     answered = any(update.worker == worker.id for update in block.round.updates)
-    return answered and left < worker.overhead + options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
+    return (
+        answered
+        and left
+        < worker.overhead + options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
+    )
 
 
-def _takeable(now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState) -> bool:
+def _takeable(
+    now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState
+) -> bool:
     """Whether a task of the current version has expired; not if a living worker is uploading it, as it may still arrive."""
     if lease.worker == worker.id and not lease.trained:
         return True  # its worker came back without it, or has too little time left for it

@@ -40,7 +40,9 @@ def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) 
     """The coordinator of a folder, with the run that is in it or with none yet."""
     store = open_store(folder)
     try:
-        return Coordinator(store, open_identity(folder / "coordinator.pem"), clock, Feed(folder / EVENTS))
+        return Coordinator(
+            store, open_identity(folder / "coordinator.pem"), clock, Feed(folder / EVENTS)
+        )
     except BaseException:
         store.close()
         raise
@@ -49,7 +51,13 @@ def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) 
 class Coordinator:
     """One run, as others call it. Implements `client.Calls`."""
 
-    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float] = time.monotonic, feed: Feed | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        identity: Identity,
+        clock: Callable[[], float] = time.monotonic,
+        feed: Feed | None = None,
+    ) -> None:
         self.feed = feed or Feed()
         self._live = LiveRun(store, identity, clock, Teller(self.feed))
         self._clock, self._identity = clock, identity
@@ -110,7 +118,10 @@ class Coordinator:
         """Take a worker in; the same key is the same worker."""
         with self._running() as live:
             if message.protocol != m.PROTOCOL:
-                raise Refused(Code.WRONG_PROTOCOL, f"the worker speaks {message.protocol}, the coordinator {m.PROTOCOL}")
+                raise Refused(
+                    Code.WRONG_PROTOCOL,
+                    f"the worker speaks {message.protocol}, the coordinator {m.PROTOCOL}",
+                )
             verify(message, message.public_key)
             name = worker_id(message.public_key)
             now = self._clock()
@@ -122,7 +133,12 @@ class Coordinator:
                 worker = replace(worker, seconds_per_step=1 / message.speed)
             notes = []
             if old is None:
-                joined = facts.JoinFacts(worker=name, public_key=message.public_key, name=message.name, device=message.device)
+                joined = facts.JoinFacts(
+                    worker=name,
+                    public_key=message.public_key,
+                    name=message.name,
+                    device=message.device,
+                )
                 notes.append(note("join", joined))
             live.known[name] = WorkerRecord(worker, message.public_key, message.name)
             live.save(now, state.with_worker(live.state, worker), notes)
@@ -142,12 +158,17 @@ class Coordinator:
         with self._running() as live:
             worker = self._verified(message, message.run, message.worker)
             if message.fingerprint != live.run.fingerprint:
-                raise Refused(Code.WRONG_FINGERPRINT, f"{message.fingerprint[:12]}... is not {live.run.fingerprint[:12]}...")
+                raise Refused(
+                    Code.WRONG_FINGERPRINT,
+                    f"{message.fingerprint[:12]}... is not {live.run.fingerprint[:12]}...",
+                )
             now = self._clock()
             if message.leaving:
                 return m.TaskReply(next=self._leave(now, message.worker))
             speed = worker.seconds_per_step if message.speed == 0 else 1 / message.speed
-            live.state = state.with_worker(live.state, replace(worker, seen=now, seconds_per_step=speed))
+            live.state = state.with_worker(
+                live.state, replace(worker, seen=now, seconds_per_step=speed)
+            )
         live.tick()
         with self._running():
             return m.TaskReply(next=self._next(self._clock(), message.worker, message.held))
@@ -160,11 +181,19 @@ class Coordinator:
             after = state.with_worker(live.state, replace(worker, seen=now))
             lease = after.leases.get(message.task)
             block = after.blocks.get(lease.block) if lease else None
-            if lease is None or block is None or (lease.fence, lease.worker) != (message.fence, message.worker):
+            if (
+                lease is None
+                or block is None
+                or (lease.fence, lease.worker) != (message.fence, message.worker)
+            ):
                 live.state = after
-                return m.HeartbeatReply(go_on=False, code=Code.STALE_FENCE, lease_seconds=0.0, deadline_seconds=0.0)
+                return m.HeartbeatReply(
+                    go_on=False, code=Code.STALE_FENCE, lease_seconds=0.0, deadline_seconds=0.0
+                )
             trained = lease.trained or message.step >= lease.steps
-            after = state.with_lease(after, replace(lease, done_steps=min(message.step, lease.steps), trained=trained))
+            after = state.with_lease(
+                after, replace(lease, done_steps=min(message.step, lease.steps), trained=trained)
+            )
             if trained != lease.trained:
                 live.save(now, after)
             live.state = after
@@ -197,25 +226,36 @@ class Coordinator:
         """The chunks of a task that are here."""
         with self._running() as live:
             lease = self._ticketed(task, ticket)
-            return m.UploadState(task=task, have=tuple(sorted(live.store.blobs.chunks(task, lease.fence))))
+            return m.UploadState(
+                task=task, have=tuple(sorted(live.store.blobs.chunks(task, lease.fence)))
+            )
 
     def holder(self, task: int) -> tuple[str, int]:
         """Whose a task is, and of which block; nobody's if it is not out."""
         lease = self._live.state.leases.get(task)
         return (lease.worker, lease.block) if lease else ("", 0)
 
-    def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> m.UploadState:
+    def put_chunk(
+        self, task: int, index: int, ticket: str, content: bytes, digest: str
+    ) -> m.UploadState:
         """Keep one chunk; the last may be shorter than the others."""
         with self._running() as live:
             lease = self._ticketed(task, ticket)
             cap = Plan(payload_limit(live, lease.block), live.policy.chunk_bytes)
             if not 0 <= index < cap.chunks or len(content) > live.policy.chunk_bytes:
-                raise Refused(Code.TOO_LARGE, f"chunk {index} with {len(content)} bytes; a payload here has at most {cap.length} bytes")
+                raise Refused(
+                    Code.TOO_LARGE,
+                    f"chunk {index} with {len(content)} bytes; a payload here has at most {cap.length} bytes",
+                )
             require_hash(content, digest, f"chunk {index}")
-        live.store.blobs.put_chunk(task, lease.fence, index, content)  # outside the lock: a slow disk must not stop the others
+        live.store.blobs.put_chunk(
+            task, lease.fence, index, content
+        )  # outside the lock: a slow disk must not stop the others
         with self._running() as live:
             live.count(lease.block, lease.worker, bytes_in=len(content))
-            return m.UploadState(task=task, have=tuple(sorted(live.store.blobs.chunks(task, lease.fence))))
+            return m.UploadState(
+                task=task, have=tuple(sorted(live.store.blobs.chunks(task, lease.fence)))
+            )
 
     def submit(self, message: m.Submission) -> m.SubmitReply:
         """Judge an update, record it, and only then say so. The same (task, payload) gets the same receipt for ever."""
@@ -225,10 +265,14 @@ class Coordinator:
         content = accept(live, message)
         live.tick()
         with self._running() as live:
-            live.settle(message.block)  # a round that somebody else is closing now has this update in it
+            live.settle(
+                message.block
+            )  # a round that somebody else is closing now has this update in it
             receipt = m.read(m.Receipt, content)
             held = m.Held(block=message.block, optimizer=message.task, residual=message.task)
-            return m.SubmitReply(receipt=receipt, next=self._next(self._clock(), message.worker, held))
+            return m.SubmitReply(
+                receipt=receipt, next=self._next(self._clock(), message.worker, held)
+            )
 
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
         """The bytes of a public blob, from `start` on."""
@@ -251,7 +295,9 @@ class Coordinator:
         with self._running() as live:
             head = live.store.head()
             found = [
-                facts.LedgerEntry(seq=e.seq, kind=e.kind, body=e.body, previous=e.previous, hash=e.hash)  # type: ignore[arg-type]
+                facts.LedgerEntry(
+                    seq=e.seq, kind=e.kind, body=e.body, previous=e.previous, hash=e.hash
+                )  # type: ignore[arg-type]
                 for e in live.store.ledger(after=after, limit=LEDGER_PAGE)
             ]
             return facts.LedgerPage(entries=tuple(found), total=head.seq if head else 0)
@@ -269,10 +315,14 @@ class Coordinator:
         with self._running() as live:
             if message.worker not in live.known:
                 raise Refused(Code.UNKNOWN_WORKER, f"no worker {message.worker}")
-            worker = live.state.workers.get(message.worker, live.known[message.worker].state)  # also one that has left
+            worker = live.state.workers.get(
+                message.worker, live.known[message.worker].state
+            )  # also one that has left
             if worker.kicked:
                 return
-            after = state.without_worker(state.with_worker(live.state, replace(worker, kicked=True)), message.worker)
+            after = state.without_worker(
+                state.with_worker(live.state, replace(worker, kicked=True)), message.worker
+            )
             kicked = facts.KickFacts(worker=message.worker, reason=message.reason)
             live.save(self._clock(), after, notes=[note("kick", kicked)])
             live.tick()
@@ -294,7 +344,10 @@ class Coordinator:
     def _verified(self, message: m.Signed, run: str, worker: str) -> state.WorkerState:
         known = self._live.known.get(worker)
         if run != self._live.run.run:
-            raise Refused(Code.WRONG_RUN, f"the message is for {run[:12]}..., this is {self._live.run.run[:12]}...")
+            raise Refused(
+                Code.WRONG_RUN,
+                f"the message is for {run[:12]}..., this is {self._live.run.run[:12]}...",
+            )
         if known is None:
             raise Refused(Code.UNKNOWN_WORKER)
         verify(message, known.key)
@@ -308,14 +361,18 @@ class Coordinator:
     def _ticket(self, lease: state.Lease) -> str:
         """The secret of a lease: nothing to store, and nothing that another lease's holder could guess."""
         secret = self._live.identity.secret(b"tickets")
-        return hmac.digest(secret, f"{self._live.run.run}:{lease.task}:{lease.fence}".encode(), "sha256").hex()[:32]
+        return hmac.digest(
+            secret, f"{self._live.run.run}:{lease.task}:{lease.fence}".encode(), "sha256"
+        ).hex()[:32]
 
     def _ticketed(self, task: int, ticket: str) -> state.Lease:
         lease = self._live.state.leases.get(task)
         if lease is None:
             raise Refused(Code.UNKNOWN_TASK, f"task {task}")
         if not hmac.compare_digest(ticket.encode(), self._ticket(lease).encode()):
-            raise Refused(Code.STALE_FENCE, f"the ticket is not that of the newest lease of task {task}")
+            raise Refused(
+                Code.STALE_FENCE, f"the ticket is not that of the newest lease of task {task}"
+            )
         return lease
 
     def _next(self, now: float, worker: str, held: m.Held | None) -> m.Task | m.Wait:
@@ -329,11 +386,17 @@ class Coordinator:
             return m.Wait(seconds=decision.seconds, code="no_work", reason=decision.reason)
         lease = decision.lease
         if not decision.resumed and self._live.moves(lease.block):
-            return m.Wait(seconds=SOON, code="no_work", reason=f"the next version of block {lease.block} is being made")
+            return m.Wait(
+                seconds=SOON,
+                code="no_work",
+                reason=f"the next version of block {lease.block} is being made",
+            )
         if not decision.resumed or lease.task not in self._live.recall.orders:
             order = self._order(lease, held)
             lent = facts.LeaseFacts(worker=worker, fence=lease.fence, order=order)
-            self._live.save(now, state.granted(self._live.state, decision), notes=[note("lease", lent)])
+            self._live.save(
+                now, state.granted(self._live.state, decision), notes=[note("lease", lent)]
+            )
         deadline = self._live.state.blocks[lease.block].round.deadline
         return m.Task(
             **dict(self._live.recall.orders[lease.task]),
@@ -348,7 +411,9 @@ class Coordinator:
     def _leave(self, now: float, worker: str) -> m.Wait:
         """A worker goes of its own will: nobody waits for it."""
         known = self._live.state.workers[worker]
-        self._live.save(now, state.with_worker(self._live.state, replace(known, block=None)))  # after a restart it is still gone
+        self._live.save(
+            now, state.with_worker(self._live.state, replace(known, block=None))
+        )  # after a restart it is still gone
         self._live.save(now, state.without_worker(self._live.state, worker))
         self._live.teller.left(self._live, worker)
         self._live.tick()
@@ -356,7 +421,11 @@ class Coordinator:
 
     def _order(self, lease: state.Lease, held: m.Held | None) -> m.Order:
         base = self._live.version(lease.block, lease.base)
-        continues = m.Lineage(optimizer=held.optimizer, residual=held.residual) if held and held.block == lease.block else m.Lineage()
+        continues = (
+            m.Lineage(optimizer=held.optimizer, residual=held.residual)
+            if held and held.block == lease.block
+            else m.Lineage()
+        )
         fusion = self._live.state.blocks[lease.block].fusion
         return m.Order(
             task=lease.task,
@@ -370,5 +439,9 @@ class Coordinator:
             steps=lease.steps,
             compression=self._live.policy.compression,
             continues=continues,
-            features=tuple(self._live.newest(i) for i in sorted(self._live.state.blocks) if i != lease.block) if fusion else (),
+            features=tuple(
+                self._live.newest(i) for i in sorted(self._live.state.blocks) if i != lease.block
+            )
+            if fusion
+            else (),
         )

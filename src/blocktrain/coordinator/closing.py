@@ -33,7 +33,9 @@ class Closed:
         return left
 
 
-def merge_round(store: Store, parent: VersionRecord, waiting: Waiting, options: MergeOptions) -> Merged:
+def merge_round(
+    store: Store, parent: VersionRecord, waiting: Waiting, options: MergeOptions
+) -> Merged:
     """The updates of a block that wait, merged; nothing is written yet, and of the updates only names and figures are kept."""
     current = _tensors(store.blobs, parent.weights)
     momentum = None if parent.momentum is None else _tensors(store.blobs, parent.momentum)
@@ -41,7 +43,10 @@ def merge_round(store: Store, parent: VersionRecord, waiting: Waiting, options: 
     block = _Current(current, schema_of(current), parent.version)
     updates = [_opened(store, records[name], order, block) for name, (_, order) in waiting.items()]
     merged = merge(Before(current, options, momentum, parent.norms), updates)
-    return replace(merged, used=tuple(replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used))
+    return replace(
+        merged,
+        used=tuple(replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used),
+    )
 
 
 def close_round(store: Store, merged: Merged, waiting: Waiting) -> Closed:
@@ -49,8 +54,18 @@ def close_round(store: Store, merged: Merged, waiting: Waiting) -> Closed:
     if merged.state is None:
         return Closed(merged, None, None, None, ())
     used = [waiting[c.update.id] for c in merged.used]
-    pins = max((order.features for _, order in used), key=lambda features: [f.version for f in features], default=())
-    return Closed(merged, _put(store.blobs, merged.state), _put(store.blobs, merged.momentum), _loss(merged.used, used), pins)
+    pins = max(
+        (order.features for _, order in used),
+        key=lambda features: [f.version for f in features],
+        default=(),
+    )
+    return Closed(
+        merged,
+        _put(store.blobs, merged.state),
+        _put(store.blobs, merged.momentum),
+        _loss(merged.used, used),
+        pins,
+    )
 
 
 def _tensors(blobs: Blobs, name: str) -> Tensors:
@@ -67,7 +82,9 @@ class _Current:
 def _opened(store: Store, record: UpdateRecord, order: Order, current: _Current) -> Update:
     opened = open_update(store.blobs.read(record.payload), current.schema, method=order.compression)
     base = None
-    if opened.absolute and record.base != current.version:  # late weights: only their difference to what they started from counts
+    if (
+        opened.absolute and record.base != current.version
+    ):  # late weights: only their difference to what they started from counts
         started = store.version(record.block, record.base)
         base = current.tensors if started is None else _tensors(store.blobs, started.weights)
     return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)

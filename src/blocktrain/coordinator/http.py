@@ -63,8 +63,13 @@ class Door:
         if who == "anyone":
             return
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        is_operator = bool(self.operator_token) and hmac.compare_digest(given, self.operator_token.encode())
-        if not is_operator and (who == "operator" or (self.token and not hmac.compare_digest(given, self.token.encode()))):
+        is_operator = bool(self.operator_token) and hmac.compare_digest(
+            given, self.operator_token.encode()
+        )
+        if not is_operator and (
+            who == "operator"
+            or (self.token and not hmac.compare_digest(given, self.token.encode()))
+        ):
             raise Refused(Code.BAD_TOKEN)
 
     def enter(self, address: str) -> None:
@@ -102,7 +107,10 @@ def _take(counter: Counter[str], address: str) -> None:
 
 
 def build_app(
-    coordinator: Coordinator, token: str = "", operator_token: str = "", on_fatal: Callable[[BlockTrainError], None] = lambda _: None
+    coordinator: Coordinator,
+    token: str = "",
+    operator_token: str = "",
+    on_fatal: Callable[[BlockTrainError], None] = lambda _: None,
 ) -> Starlette:
     """The HTTP face of a coordinator. `on_fatal` is told when a write failed: then nothing may be acknowledged any more."""
     api = _Api(coordinator, Door(token, operator_token), on_fatal)
@@ -138,7 +146,9 @@ async def _nowhere(request: Request) -> Response:
 
 
 class _Api:
-    def __init__(self, coordinator: Coordinator, door: Door, on_fatal: Callable[[BlockTrainError], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, door: Door, on_fatal: Callable[[BlockTrainError], None]
+    ) -> None:
         self.coordinator, self.door, self.on_fatal = coordinator, door, on_fatal
         self.streams = watch_api.Streams(coordinator.feed, coordinator.status)
         self.metrics = Metrics(coordinator, lambda: self.streams.count)
@@ -186,24 +196,42 @@ class _Api:
             worker, block = "", 0
         live.recall.refused(error.code, worker, block)
         live.teller.refused(error.code, error.sentence, worker, block)
-        retry = 1.0 if error.code in (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED) else None
+        retry = (
+            1.0 if error.code in (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED) else None
+        )
         # Some of the body may be unread: the connection cannot be used again.
         headers = {"Connection": "close"} if error.code in _UNREAD else {}
         return _json(m.refusal(error, retry), error.rule.status, headers)
 
     async def health(self, _: Request) -> Response:
         """Up, and whether the run is there; needs no token."""
-        return JSONResponse({"ok": True, "ready": self.coordinator.ready, "finished": self.coordinator.finished is not None})
+        return JSONResponse(
+            {
+                "ok": True,
+                "ready": self.coordinator.ready,
+                "finished": self.coordinator.finished is not None,
+            }
+        )
 
-    async def call(self, kind: type[m.Message], method: Callable[[Any], m.Message | None], request: Request) -> Response:
+    async def call(
+        self, kind: type[m.Message], method: Callable[[Any], m.Message | None], request: Request
+    ) -> Response:
         """A message in, a message out."""
         content = await self._body(request, m.MAX_JSON)
         message = m.read(kind, content)
         if isinstance(message, m.Signed):
-            worker = worker_id(message.public_key) if isinstance(message, m.Join) else getattr(message, "worker", "")
+            worker = (
+                worker_id(message.public_key)
+                if isinstance(message, m.Join)
+                else getattr(message, "worker", "")
+            )
             request.state.proven = (worker, getattr(message, "block", 0))
         # Most calls are heartbeats, and to hand one to a thread takes longer than to answer it.
-        at_once: m.Message | None = self.coordinator.heartbeat_at_once(message) if isinstance(message, m.Heartbeat) else None
+        at_once: m.Message | None = (
+            self.coordinator.heartbeat_at_once(message)
+            if isinstance(message, m.Heartbeat)
+            else None
+        )
         reply = at_once or await run_in_threadpool(method, message)
         return self._answer(reply, len(content), getattr(message, "worker", ""))
 
@@ -226,7 +254,10 @@ class _Api:
 
     async def read_metrics(self, _: Request) -> Response:
         """GET /metrics."""
-        return Response(await run_in_threadpool(self.metrics.text), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(
+            await run_in_threadpool(self.metrics.text),
+            headers={"Content-Type": CONTENT_TYPE_LATEST},
+        )
 
     async def upload_state(self, request: Request) -> Response:
         """GET /v1/uploads/{task}."""
@@ -237,11 +268,20 @@ class _Api:
     async def put_chunk(self, request: Request) -> Response:
         """PUT /v1/uploads/{task}/{index}."""
         task, index = (_number(request.path_params[name], name) for name in ("task", "index"))
-        ticket, digest = request.headers.get(m.TICKET_HEADER, ""), request.headers.get(m.DIGEST_HEADER, "")
-        self.coordinator.require_ticket(task, ticket)  # before the body: a stranger's bytes are not read
+        ticket, digest = (
+            request.headers.get(m.TICKET_HEADER, ""),
+            request.headers.get(m.DIGEST_HEADER, ""),
+        )
+        self.coordinator.require_ticket(
+            task, ticket
+        )  # before the body: a stranger's bytes are not read
         request.state.proven = self.coordinator.holder(task)
         content = await self._body(request, self.coordinator.live.policy.chunk_bytes)
-        return self._answer(await run_in_threadpool(self.coordinator.put_chunk, task, index, ticket, content, digest))
+        return self._answer(
+            await run_in_threadpool(
+                self.coordinator.put_chunk, task, index, ticket, content, digest
+            )
+        )
 
     async def blob(self, request: Request) -> Response:
         """GET /v1/blobs/{sha256}, whole or from a byte on."""
@@ -250,7 +290,11 @@ class _Api:
             raise Refused(Code.NOT_FOUND, "a blob is named by 64 hex digits")
         path, _ = await run_in_threadpool(self.coordinator.blob_path, name)
         size = path.stat().st_size
-        headers = {"ETag": f'"{name}"', "Accept-Ranges": "bytes", "Cache-Control": "immutable, max-age=31536000"}
+        headers = {
+            "ETag": f'"{name}"',
+            "Accept-Ranges": "bytes",
+            "Cache-Control": "immutable, max-age=31536000",
+        }
         start, status = 0, 200
         if (wanted := request.headers.get("range")) is not None:
             found = _RANGE.match(wanted)
@@ -260,7 +304,9 @@ class _Api:
             headers["Content-Range"] = f"bytes {start}-{size - 1}/{size}"
         headers["Content-Length"] = str(size - start)
         pieces = self.coordinator.blob(name, start, request.headers.get(m.WORKER_HEADER, "")[:32])
-        return StreamingResponse(iterate_in_threadpool(pieces), status, headers, "application/octet-stream")
+        return StreamingResponse(
+            iterate_in_threadpool(pieces), status, headers, "application/octet-stream"
+        )
 
     async def _body(self, request: Request, limit: int) -> bytes:
         """Exactly the announced bytes, within the limit and in time."""
@@ -313,7 +359,9 @@ class _Guarded:
             door.leave(address)
 
     def _count(self, request: Request, response: Response, began: float) -> None:
-        self.api.metrics.answered(request.method, self.path, response.status_code, time.monotonic() - began)
+        self.api.metrics.answered(
+            request.method, self.path, response.status_code, time.monotonic() - began
+        )
 
 
 _UNREAD = (
@@ -329,7 +377,13 @@ _UNREAD = (
 )
 
 # Said before a signature is checked:
-_UNPROVEN = (Code.BAD_SIGNATURE, Code.UNKNOWN_WORKER, Code.WRONG_RUN, Code.WRONG_PROTOCOL, Code.BUSY)
+_UNPROVEN = (
+    Code.BAD_SIGNATURE,
+    Code.UNKNOWN_WORKER,
+    Code.WRONG_RUN,
+    Code.WRONG_PROTOCOL,
+    Code.BUSY,
+)
 
 
 def _json(message: m.Message, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -107,15 +107,31 @@ def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
             continue
         if set(values) != set(before.current):
             odd = sorted(set(values) ^ set(before.current))[0]
-            return Refusal(update.id, "wrong_shape", f"{kind}: the tensor {odd!r} is missing or unknown")
+            return Refusal(
+                update.id, "wrong_shape", f"{kind}: the tensor {odd!r} is missing or unknown"
+            )
         for name, expected in before.current.items():
             found = values[name]
             if found.shape != expected.shape:
-                return Refusal(update.id, "wrong_shape", f"{kind}: {name} has shape {found.shape}, the block has {expected.shape}")
-            if (update.absolute and found.dtype != expected.dtype) or found.dtype.kind != expected.dtype.kind:
-                return Refusal(update.id, "wrong_shape", f"{kind}: {name} is {found.dtype}, the block is {expected.dtype}")
+                return Refusal(
+                    update.id,
+                    "wrong_shape",
+                    f"{kind}: {name} has shape {found.shape}, the block has {expected.shape}",
+                )
+            if (
+                update.absolute and found.dtype != expected.dtype
+            ) or found.dtype.kind != expected.dtype.kind:
+                return Refusal(
+                    update.id,
+                    "wrong_shape",
+                    f"{kind}: {name} is {found.dtype}, the block is {expected.dtype}",
+                )
     if update.tokens < 1 or not 0 < update.weight <= 1:
-        return Refusal(update.id, "wrong_weight", f"{update.tokens} tokens with weight {update.weight} cannot be counted")
+        return Refusal(
+            update.id,
+            "wrong_weight",
+            f"{update.tokens} tokens with weight {update.weight} cannot be counted",
+        )
     return candidate
 
 
@@ -123,7 +139,9 @@ def check_finite(before: Before, candidate: Candidate) -> Candidate | Refusal:
     """No NaN and no infinity."""
     for name in sorted(candidate.update.values):
         if not np.isfinite(candidate.update.values[name]).all():
-            return Refusal(candidate.update.id, "not_finite", f"{name} holds numbers that are not finite")
+            return Refusal(
+                candidate.update.id, "not_finite", f"{name} holds numbers that are not finite"
+            )
     return candidate
 
 
@@ -146,7 +164,9 @@ def clip_norm(before: Before, candidate: Candidate) -> Candidate | Refusal:
 def weighted_mean(before: Before, candidates: Sequence[Candidate], name: str) -> Wide:
     """Of one tensor, by share; with a single candidate its share is exactly 1 and the mean is the proposal."""
     first, *others = candidates
-    mean: Wide = first.share * proposal(before, first, name)  # not 0 + ...: that would lose the sign of -0.0
+    mean: Wide = first.share * proposal(
+        before, first, name
+    )  # not 0 + ...: that would lose the sign of -0.0
     for candidate in others:
         mean = mean + candidate.share * proposal(before, candidate, name)
     return mean
@@ -176,19 +196,42 @@ def merge(before: Before, updates: Sequence[Update], steps: Steps | None = None)
     passed, refused = _checked(before, ordered, steps.checks)
     used = _shares(passed)
     if not used:
-        return Merged(None, None, (), refused, tuple(before.norms), f"no update is left: {len(refused)} refused")
+        return Merged(
+            None,
+            None,
+            (),
+            refused,
+            tuple(before.norms),
+            f"no update is left: {len(refused)} refused",
+        )
     state, momentum = _outer_step(before, used, steps.combine)
     for guard in steps.guards:
         if (problem := guard(before, state, used)) is not None:
             named = ", ".join(c.update.id for c in used)
-            return Merged(None, None, used, refused, tuple(before.norms), f"not published: {problem}; merged were {named}")
+            return Merged(
+                None,
+                None,
+                used,
+                refused,
+                tuple(before.norms),
+                f"not published: {problem}; merged were {named}",
+            )
     # Norms count as clipped: otherwise long updates would slowly lift the limit.
     norms = (*before.norms, *(c.norm * c.scale for c in used))[-before.options.kept_norms :]
     clipped = sum(c.scale < 1 for c in used)
-    return Merged(state, momentum, used, refused, norms, f"{len(used)} updates merged, {clipped} of them clipped, {len(refused)} refused")
+    return Merged(
+        state,
+        momentum,
+        used,
+        refused,
+        norms,
+        f"{len(used)} updates merged, {clipped} of them clipped, {len(refused)} refused",
+    )
 
 
-def _checked(before: Before, updates: Sequence[Update], checks: Sequence[Check]) -> tuple[list[Candidate], tuple[Refusal, ...]]:
+def _checked(
+    before: Before, updates: Sequence[Update], checks: Sequence[Check]
+) -> tuple[list[Candidate], tuple[Refusal, ...]]:
     passed: list[Candidate] = []
     refused: list[Refusal] = []
     for update in updates:
@@ -220,10 +263,14 @@ def proposal(before: Before, candidate: Candidate, name: str) -> Wide:
 def _delta(before: Before, update: Update, name: str) -> Wide:
     if not update.absolute:
         return _wide(update.values[name])
-    return _wide(update.values[name]) - _wide((before.current if update.base is None else update.base)[name])
+    return _wide(update.values[name]) - _wide(
+        (before.current if update.base is None else update.base)[name]
+    )
 
 
-def _outer_step(before: Before, used: Sequence[Candidate], combine: Combine) -> tuple[dict[str, Array], dict[str, Array] | None]:
+def _outer_step(
+    before: Before, used: Sequence[Candidate], combine: Combine
+) -> tuple[dict[str, Array], dict[str, Array] | None]:
     o = before.options
     state: dict[str, Array] = {}
     momentum: dict[str, Array] = {}
@@ -237,9 +284,15 @@ def _outer_step(before: Before, used: Sequence[Candidate], combine: Combine) -> 
             state[name] = _narrow(mean, current)
             continue
         gradient = _wide(current) - mean
-        held = _wide(before.momentum[name]) if before.momentum is not None else np.zeros(current.shape, np.float64)
+        held = (
+            _wide(before.momentum[name])
+            if before.momentum is not None
+            else np.zeros(current.shape, np.float64)
+        )
         buffer = o.outer_momentum * held + gradient
-        state[name] = _narrow(_wide(current) - o.outer_learning_rate * (gradient + o.outer_momentum * buffer), current)
+        state[name] = _narrow(
+            _wide(current) - o.outer_learning_rate * (gradient + o.outer_momentum * buffer), current
+        )
         momentum[name] = _narrow(buffer, current)
     return state, (momentum if o.outer == "nesterov" else None)
 

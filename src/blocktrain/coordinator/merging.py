@@ -16,7 +16,9 @@ class Merging:
     def __init__(self, lock: threading.RLock) -> None:
         self._blocks: set[int] = set()
         self._freed = threading.Condition(lock)
-        self._thread = ThreadPoolExecutor(1, "merger")  # always the same: memory for one round's updates, and only once
+        self._thread = ThreadPoolExecutor(
+            1, "merger"
+        )  # always the same: memory for one round's updates, and only once
 
     def __contains__(self, block: int | None) -> bool:
         return block in self._blocks
@@ -32,7 +34,9 @@ class Merging:
 
     def wait(self, block: int | None = None) -> None:
         """Until the block (every block, if none is named) is free. Lets go of the lock meanwhile."""
-        self._freed.wait_for(lambda: not self._blocks if block is None else block not in self._blocks)
+        self._freed.wait_for(
+            lambda: not self._blocks if block is None else block not in self._blocks
+        )
 
     def run(self, work: Callable[..., R], *arguments: Any) -> R:
         """Do the work when it is its turn."""

@@ -43,7 +43,11 @@ class Meter:
     def take(self) -> list[Traffic]:
         """What the next transaction commits; until `settle` it is not forgotten."""
         with self._mutex:
-            self._taken = [Traffic(block, worker, *counts) for (block, worker), counts in self._open.items() if any(counts)]
+            self._taken = [
+                Traffic(block, worker, *counts)
+                for (block, worker), counts in self._open.items()
+                if any(counts)
+            ]
         return self._taken
 
     def settle(self) -> None:

@@ -18,7 +18,9 @@ from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK
 class Policy(BaseModel):
     """Field docstrings are the help texts of the flags."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     compression: Method = "int4"
     """How updates are sent: none, fp16, int8 or int4 (with error feedback)."""
@@ -58,7 +60,9 @@ class Policy(BaseModel):
     @classmethod
     def exact(cls, task_steps: int) -> Self:
         """For `blocktrain train`: the same seed gives the same bytes."""
-        return cls(compression="none", replicas=1, task_steps=task_steps, clip=None, exclusive=True)  # nobody to be protected from
+        return cls(
+            compression="none", replicas=1, task_steps=task_steps, clip=None, exclusive=True
+        )  # nobody to be protected from
 
     def options(self, config: Config) -> Options:
         """The numbers that decisions are made with."""
@@ -79,7 +83,9 @@ class Policy(BaseModel):
 
     def merge_options(self) -> MergeOptions:
         """How updates are merged."""
-        return MergeOptions(self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after)
+        return MergeOptions(
+            self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after
+        )
 
     def stream(self, config: Config, block: int, number: int) -> int:
         """Which order of the corpus a task reads; replicas of a block must not read the same text."""
@@ -94,5 +100,11 @@ def make_policy(settings: dict[str, Any]) -> Policy:
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
         name = ".".join(str(part) for part in found["loc"])
-        known = f"; known: {', '.join(Policy.model_fields)}" if found["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"[coordination] {name}: {words(found)} (got {found['input']!r}){known}") from None
+        known = (
+            f"; known: {', '.join(Policy.model_fields)}"
+            if found["type"] == "extra_forbidden"
+            else ""
+        )
+        raise ConfigError(
+            f"[coordination] {name}: {words(found)} (got {found['input']!r}){known}"
+        ) from None

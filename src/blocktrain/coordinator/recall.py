@@ -27,18 +27,30 @@ class Tally:
 class Recall:
     """Follows the ledger entry by entry; a restart reads it from the beginning and knows the same."""
 
-    orders: dict[int, Order] = field(default_factory=dict)  # by task: leases that may still be answered
-    waiting: dict[str, tuple[Submission, Order]] = field(default_factory=dict)  # by update: accepted, not yet merged
-    public: dict[str, int] = field(default_factory=dict)  # blobs that anyone in the run may read -> the block they belong to
-    features: dict[int, tuple[BlockVersion, ...]] = field(default_factory=dict)  # by block: what its newest version was trained on
+    orders: dict[int, Order] = field(
+        default_factory=dict
+    )  # by task: leases that may still be answered
+    waiting: dict[str, tuple[Submission, Order]] = field(
+        default_factory=dict
+    )  # by update: accepted, not yet merged
+    public: dict[str, int] = field(
+        default_factory=dict
+    )  # blobs that anyone in the run may read -> the block they belong to
+    features: dict[int, tuple[BlockVersion, ...]] = field(
+        default_factory=dict
+    )  # by block: what its newest version was trained on
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, Tally] = field(default_factory=dict)
     workers: dict[str, Tally] = field(default_factory=dict)
-    refusals: Counter[str] = field(default_factory=Counter)  # of this process: refusals change nothing and leave no trace
+    refusals: Counter[str] = field(
+        default_factory=Counter
+    )  # of this process: refusals change nothing and leave no trace
     versions: int = 0  # made by merging
     finished: bool = False  # the ledger says that the run ended
     seen: int = 0  # entries
-    fresh: list[tuple[str, dict[str, Any]]] | None = None  # entries that nobody was told of yet; None: they need not be
+    fresh: list[tuple[str, dict[str, Any]]] | None = (
+        None  # entries that nobody was told of yet; None: they need not be
+    )
 
     def catch_up(self, store: Store) -> None:
         """Read what is new in the ledger."""
@@ -68,9 +80,14 @@ class Recall:
 
     def _update(self, body: dict[str, Any]) -> None:
         submission = Submission.model_validate_json(json.dumps(body["submission"]))
-        order = self.orders.pop(submission.task, None) or Order.model_validate_json(json.dumps(body["order"]))
+        order = self.orders.pop(submission.task, None) or Order.model_validate_json(
+            json.dumps(body["order"])
+        )
         self.waiting[submission.update] = (submission, order)
-        for tally in (self.blocks.setdefault(submission.block, Tally()), self.workers.setdefault(submission.worker, Tally())):
+        for tally in (
+            self.blocks.setdefault(submission.block, Tally()),
+            self.workers.setdefault(submission.worker, Tally()),
+        ):
             tally.accepted += 1
             tally.late += body["staleness"] > 0
             tally.tokens += submission.tokens
@@ -81,10 +98,14 @@ class Recall:
         self.public[body["weights"]["sha256"]] = block
         if body["momentum"] is not None:
             self.public[body["momentum"]["sha256"]] = block
-        self.features[block] = tuple(BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"])
+        self.features[block] = tuple(
+            BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"]
+        )
         for name in [*(part["update"] for part in body["parts"]), *body["dropped"]]:
             submission, _ = self.waiting.pop(name)
-            self.public[submission.payload_sha256] = block  # uploads are readable once nobody can copy them any more
+            self.public[submission.payload_sha256] = (
+                block  # uploads are readable once nobody can copy them any more
+            )
 
     def _round(self, body: dict[str, Any]) -> None:
         for name in body.get("dropped", ()):

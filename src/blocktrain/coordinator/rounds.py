@@ -22,8 +22,16 @@ from blocktrain.coordinator.state import (
 
 def decide(now: float, state: RunState, options: Options) -> tuple[tuple[Action, ...], str]:
     """All that is due now. The reason names every action, or what is being waited for."""
-    actions: list[Action] = [_expiry(lease) for lease in state.leases.values() if not lease.expired and now >= lease.expires]
-    gone = {a.task: replace(state.leases[a.task], expired=True) for a in actions if isinstance(a, Expire)}
+    actions: list[Action] = [
+        _expiry(lease)
+        for lease in state.leases.values()
+        if not lease.expired and now >= lease.expires
+    ]
+    gone = {
+        a.task: replace(state.leases[a.task], expired=True)
+        for a in actions
+        if isinstance(a, Expire)
+    }
     kept = replace(state, leases={**state.leases, **gone}) if gone else state
     waiting = []
     for index in sorted(kept.blocks):
@@ -39,10 +47,16 @@ def decide(now: float, state: RunState, options: Options) -> tuple[tuple[Action,
 
 
 def _expiry(lease: Lease) -> Expire:
-    return Expire(lease.task, lease.fence, f"the lease of {lease.worker} on task {lease.task} (block {lease.block}) ran out")
+    return Expire(
+        lease.task,
+        lease.fence,
+        f"the lease of {lease.worker} on task {lease.task} (block {lease.block}) ran out",
+    )
 
 
-def decide_round(now: float, state: RunState, options: Options, index: int) -> tuple[Close | Grace | Extend | CloseEmpty | None, str]:
+def decide_round(
+    now: float, state: RunState, options: Options, index: int
+) -> tuple[Close | Grace | Extend | CloseEmpty | None, str]:
     """What happens to the open round of one block, without a look at any other block."""
     block = state.blocks[index]
     current = block.round
@@ -55,14 +69,26 @@ def decide_round(now: float, state: RunState, options: Options, index: int) -> t
     quorum = replicas >= options.min_replicas
     if current.deadline is None:
         if quorum and not _open(state, index):
-            return _close(index, block, f"{name} closes with {replicas} replicas: nobody is working on it any more")
+            return _close(
+                index,
+                block,
+                f"{name} closes with {replicas} replicas: nobody is working on it any more",
+            )
         return None, f"{name} waits for its first worker"
     if state.stopping and not _open(state, index):
         if quorum:
-            return _close(index, block, f"{name} closes: the run stops and nobody is working on it any more")
-        return None, f"{name} stays open with {replicas} of {options.min_replicas} replicas: the run stops"
+            return _close(
+                index, block, f"{name} closes: the run stops and nobody is working on it any more"
+            )
+        return (
+            None,
+            f"{name} stays open with {replicas} of {options.min_replicas} replicas: the run stops",
+        )
     if now < current.deadline and not (quorum and current.extended):
-        return None, f"{name} has {replicas} of {target} replicas and {current.deadline - now:.1f} s"
+        return (
+            None,
+            f"{name} has {replicas} of {target} replicas and {current.deadline - now:.1f} s",
+        )
     if quorum:
         return _grace_or_close(now, state, options, index)
     came = f"{replicas} of at least {options.min_replicas} replicas"
@@ -71,30 +97,48 @@ def decide_round(now: float, state: RunState, options: Options, index: int) -> t
         reason = f"{name} is extended once by {length:.1f} s: {came} by the deadline"
         return Extend(index, now + length, reason), reason
     longer = min(length * options.reopen_factor, options.longest_deadline)
-    reason = f"{name} closes empty and opens again with {longer:.1f} s: {came} even after the extension"
+    reason = (
+        f"{name} closes empty and opens again with {longer:.1f} s: {came} even after the extension"
+    )
     return CloseEmpty(index, block.version, longer, reason), reason
 
 
-def _grace_or_close(now: float, state: RunState, options: Options, index: int) -> tuple[Close | Grace | None, str]:
+def _grace_or_close(
+    now: float, state: RunState, options: Options, index: int
+) -> tuple[Close | Grace | None, str]:
     block = state.blocks[index]
     current = block.round
     name = f"round {block.version} of block {index}"
     window = options.grace * round_length(block, options)
     ends = now + window if current.grace_until is None else current.grace_until
     answered = {u.worker for u in current.updates}
-    near = sorted({x.worker for x in _open(state, index) if x.worker not in answered and x.finish(now) <= ends})
+    near = sorted(
+        {
+            x.worker
+            for x in _open(state, index)
+            if x.worker not in answered and x.finish(now) <= ends
+        }
+    )
     if not near:
-        return _close(index, block, f"{name} closes at its deadline with {current.replicas} replicas: nobody else is nearly finished")
+        return _close(
+            index,
+            block,
+            f"{name} closes at its deadline with {current.replicas} replicas: nobody else is nearly finished",
+        )
     if current.grace_until is None and window > 0:
         reason = f"{name} has its quorum and waits {window:.1f} s more for {', '.join(near)}"
         return Grace(index, ends, reason), reason
     if now < ends:
         return None, f"{name} is in its grace window, {ends - now:.1f} s left for {', '.join(near)}"
-    return _close(index, block, f"{name} closes with {current.replicas} replicas: the grace window is over")
+    return _close(
+        index, block, f"{name} closes with {current.replicas} replicas: the grace window is over"
+    )
 
 
 def _close(index: int, block: BlockState, reason: str) -> tuple[Close, str]:
-    return Close(index, block.version, tuple(sorted(u.id for u in block.round.updates)), reason), reason
+    return Close(
+        index, block.version, tuple(sorted(u.id for u in block.round.updates)), reason
+    ), reason
 
 
 def _open(state: RunState, index: int) -> list[Lease]:
@@ -105,8 +149,12 @@ def target_replicas(now: float, state: RunState, options: Options, index: int) -
     """Replicas that close a round at once: as configured, or all that are at work or have answered."""
     if options.target_replicas is not None:
         return max(options.target_replicas, options.min_replicas)
-    working = {lease.worker for lease in _open(state, index) if is_alive(now, state, options, lease.worker)}
-    return max(len(working | {u.worker for u in state.blocks[index].round.updates}), options.min_replicas)
+    working = {
+        lease.worker for lease in _open(state, index) if is_alive(now, state, options, lease.worker)
+    }
+    return max(
+        len(working | {u.worker for u in state.blocks[index].round.updates}), options.min_replicas
+    )
 
 
 def is_alive(now: float, state: RunState, options: Options, worker: str) -> bool:
@@ -121,7 +169,10 @@ def round_length(block: BlockState, options: Options) -> float:
         return block.round.length
     if not block.task_seconds:
         return options.first_deadline
-    return min(max(options.deadline_factor * median(block.task_seconds), options.shortest_deadline), options.longest_deadline)
+    return min(
+        max(options.deadline_factor * median(block.task_seconds), options.shortest_deadline),
+        options.longest_deadline,
+    )
 
 
 def deadline_after(now: float, block: BlockState, options: Options, seconds: float | None) -> float:
@@ -217,30 +268,58 @@ def admit(now: float, state: RunState, options: Options, submission: Submission)
     )
     lease = state.leases.get(s.task)
     if lease is None:
-        return too_stale if staleness > options.max_staleness else _refused("unknown_task", f"task {s.task} is not out: ask for a new task")
+        return (
+            too_stale
+            if staleness > options.max_staleness
+            else _refused("unknown_task", f"task {s.task} is not out: ask for a new task")
+        )
     if (problem := _mismatch(lease, s, options)) is not None:
         return problem
     if spent(state, options, s.block) >= 1:
-        return _refused("block_finished", f"block {s.block} has spent its budget: ask for a new task", staleness)
+        return _refused(
+            "block_finished", f"block {s.block} has spent its budget: ask for a new task", staleness
+        )
     if staleness > options.max_staleness:
         return too_stale
     weight = staleness_weight(staleness, options)
     if lease.expired or now >= lease.expires:
-        return Verdict(True, "late", f"late, but task {s.task} was given to nobody else: weight {weight:.3g}", staleness, weight)
+        return Verdict(
+            True,
+            "late",
+            f"late, but task {s.task} was given to nobody else: weight {weight:.3g}",
+            staleness,
+            weight,
+        )
     if staleness > 0:
-        return Verdict(True, "late", f"{staleness} versions behind: weight {weight:.3g}", staleness, weight)
-    return Verdict(True, "accepted", f"on time for round {block.version} of block {s.block}", 0, weight)
+        return Verdict(
+            True, "late", f"{staleness} versions behind: weight {weight:.3g}", staleness, weight
+        )
+    return Verdict(
+        True, "accepted", f"on time for round {block.version} of block {s.block}", 0, weight
+    )
 
 
 def _mismatch(lease: Lease, s: Submission, options: Options) -> Verdict | None:
     if s.fence < lease.fence:
-        return _refused("stale_fence", f"task {s.task} was given to another worker after your lease ran out: ask for a new task; no blame")
+        return _refused(
+            "stale_fence",
+            f"task {s.task} was given to another worker after your lease ran out: ask for a new task; no blame",
+        )
     if s.fence > lease.fence or s.worker != lease.worker:
-        return _refused("not_your_task", f"task {s.task} was not given to this worker with fence {s.fence}: ask for a new task")
+        return _refused(
+            "not_your_task",
+            f"task {s.task} was not given to this worker with fence {s.fence}: ask for a new task",
+        )
     if (s.block, s.base) != (lease.block, lease.base):
-        return _refused("wrong_base", f"task {s.task} is for version {lease.base} of block {lease.block}")
-    if not 1 <= s.steps <= lease.steps or (options.fixed_steps is not None and s.steps != lease.steps):
-        return _refused("wrong_steps", f"task {s.task} has {lease.steps} steps, {s.steps} were made")
+        return _refused(
+            "wrong_base", f"task {s.task} is for version {lease.base} of block {lease.block}"
+        )
+    if not 1 <= s.steps <= lease.steps or (
+        options.fixed_steps is not None and s.steps != lease.steps
+    ):
+        return _refused(
+            "wrong_steps", f"task {s.task} has {lease.steps} steps, {s.steps} were made"
+        )
     return None
 
 

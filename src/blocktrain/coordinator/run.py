@@ -23,7 +23,14 @@ from blocktrain.coordinator.merging import Closer, Merging
 from blocktrain.coordinator.meter import Meter
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.coordinator.recall import Recall
-from blocktrain.coordinator.rounds import advanced, deadline_after, decide, decide_round, finished, round_length
+from blocktrain.coordinator.rounds import (
+    advanced,
+    deadline_after,
+    decide,
+    decide_round,
+    finished,
+    round_length,
+)
 from blocktrain.coordinator.transitions import changes_between
 from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.protocol import ledger as facts
@@ -32,11 +39,20 @@ from blocktrain.protocol.codec import Schema, schema_of, unpack
 from blocktrain.protocol.identity import Identity
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
 from blocktrain.store.blobs import PIECE
-from blocktrain.store.contract import Changes, Store, Traffic, UpdateRecord, VersionRecord, WorkerRecord
+from blocktrain.store.contract import (
+    Changes,
+    Store,
+    Traffic,
+    UpdateRecord,
+    VersionRecord,
+    WorkerRecord,
+)
 from blocktrain.store.ledger import Entry, Note
 from blocktrain.watch.narrator import Teller
 
-FLUSH_SECONDS = 2.0  # at most this much time is lost with a crash: of byte counters, and of every deadline
+FLUSH_SECONDS = (
+    2.0  # at most this much time is lost with a crash: of byte counters, and of every deadline
+)
 SPEED_MEMORY = 0.7  # share of the old value in a worker's measured overhead
 
 
@@ -48,10 +64,14 @@ class LiveRun:
     policy: Policy
     options: state.Options
 
-    def __init__(self, store: Store, identity: Identity, clock: Callable[[], float], teller: Teller) -> None:
+    def __init__(
+        self, store: Store, identity: Identity, clock: Callable[[], float], teller: Teller
+    ) -> None:
         self.store, self.identity, self.clock, self.teller = store, identity, clock, teller
         self.lock = threading.RLock()
-        self.merging = Merging(self.lock)  # no update of a block whose round is being closed is recorded
+        self.merging = Merging(
+            self.lock
+        )  # no update of a block whose round is being closed is recorded
         self.began = self._flushed = clock()
         self.state = state.RunState()
         self.known: dict[str, WorkerRecord] = {}
@@ -59,7 +79,9 @@ class LiveRun:
         self._newest: dict[int, VersionRecord] = {}  # by block; the store knows them all
         self.schemas: dict[int, Schema] = {}
         self.meter = Meter()
-        self.arriving: Counter[str] = Counter()  # payloads that are on the disk and not recorded yet
+        self.arriving: Counter[str] = (
+            Counter()
+        )  # payloads that are on the disk and not recorded yet
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: what it said last
         self.reason = ""
         self.ready = False
@@ -70,11 +92,15 @@ class LiveRun:
     def begin(self, config: Config, policy: Policy, corpus: str, prepared: Path) -> None:
         """Create the run from what `prepare` has written: version 0 of every block, and the two parts of the corpus."""
         blocks = [
-            m.BlockVersion(block=i, version=0, weights=self._store_file(prepared / f"block-{i}.safetensors"))
+            m.BlockVersion(
+                block=i, version=0, weights=self._store_file(prepared / f"block-{i}.safetensors")
+            )
             for i in range(1, config.blocks + 1)
         ]
         parts = m.Corpus(
-            name=m.as_name(corpus), train=self._store_file(prepared / "train.txt"), valid=self._store_file(prepared / "valid.txt")
+            name=m.as_name(corpus),
+            train=self._store_file(prepared / "train.txt"),
+            valid=self._store_file(prepared / "valid.txt"),
         )
         run = facts.RunFacts(
             protocol=m.PROTOCOL,
@@ -85,7 +111,10 @@ class LiveRun:
             corpus=parts,
             blocks=tuple(blocks),
         )
-        document = {**run.model_dump(mode="json", exclude={"run"}), "policy": policy.model_dump(mode="json")}
+        document = {
+            **run.model_dump(mode="json", exclude={"run"}),
+            "policy": policy.model_dump(mode="json"),
+        }
         with self.lock:
             self.store.create_run(document)
             self._open(document)
@@ -103,24 +132,38 @@ class LiveRun:
         fields = {**{k: v for k, v in document.items() if k != "policy"}, "run": self.store.run_id}
         self.run = facts.RunFacts.model_validate_json(json.dumps(fields))
         if self.run.coordinator != self.identity.public_key:
-            raise RunError("coordinator.pem is not the key that this run began with; restore it from a backup")
+            raise RunError(
+                "coordinator.pem is not the key that this run began with; restore it from a backup"
+            )
         self.config = make_config(dict(self.run.config))
         if self.config.fingerprint != self.run.fingerprint:
-            raise RunError("the run's settings mean something else to this version of blocktrain; use the version that it began with")
+            raise RunError(
+                "the run's settings mean something else to this version of blocktrain; use the version that it began with"
+            )
         self.policy = make_policy(document["policy"])
         self.options = self.policy.options(self.config)
         now = self.clock()
         for first in self.run.blocks:
-            self.schemas[first.block] = schema_of(unpack(self.store.blobs.read(first.weights.sha256)))
-            if self.store.version(first.block) is None:  # the first start, or a crash right after the run was created
-                record = VersionRecord(first.block, 0, first.weights.sha256, None, 0, 0, None, (), "the beginning")
+            self.schemas[first.block] = schema_of(
+                unpack(self.store.blobs.read(first.weights.sha256))
+            )
+            if (
+                self.store.version(first.block) is None
+            ):  # the first start, or a crash right after the run was created
+                record = VersionRecord(
+                    first.block, 0, first.weights.sha256, None, 0, 0, None, (), "the beginning"
+                )
                 self.store.publish_version(now, record, [], {}, self._version_body(record, None))
         self.recall.catch_up(self.store)
-        recovered = self.store.recover(now, self.config.blocks if self.config.compose == "fuse" else None)
+        recovered = self.store.recover(
+            now, self.config.blocks if self.config.compose == "fuse" else None
+        )
         self.state = replace(recovered, stopping=self.recall.finished)
         self.known = {w.state.id: w for w in self.store.workers()}
         self.recall.forget_tasks(set(self.state.leases))
-        self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in self.state.leases.values()})
+        self.store.blobs.keep_uploads(
+            {(lease.task, lease.fence) for lease in self.state.leases.values()}
+        )
         self.meter.begin(self.store.traffic())
         self.ready = True
         self.recall.fresh = []  # what was committed before has been told
@@ -162,9 +205,15 @@ class LiveRun:
     def version(self, index: int, number: int | None = None) -> VersionRecord:
         """A version that must be there."""
         newest = self._newest.get(index) or self.store.version(index)
-        found = newest if newest is None or number in (None, newest.version) else self.store.version(index, number)
+        found = (
+            newest
+            if newest is None or number in (None, newest.version)
+            else self.store.version(index, number)
+        )
         if newest is None or found is None:
-            raise RunError(f"version {number} of block {index} is missing; restore the folder from a backup")
+            raise RunError(
+                f"version {number} of block {index} is missing; restore the folder from a backup"
+            )
         self._newest[index] = newest
         return found
 
@@ -181,7 +230,13 @@ class LiveRun:
         """Add to the byte counters; they are committed with the next transaction."""
         self.meter.add(Traffic(block, worker if worker in self.known else "", bytes_in, bytes_out))
 
-    def save(self, now: float, after: state.RunState, notes: Sequence[Note] = (), nonces: Sequence[tuple[str, str, float]] = ()) -> None:
+    def save(
+        self,
+        now: float,
+        after: state.RunState,
+        notes: Sequence[Note] = (),
+        nonces: Sequence[tuple[str, str, float]] = (),
+    ) -> None:
         """Commit the way to a new state; then it is the state."""
         changes = self._changes(after, notes=notes, nonces=nonces)
         if changes:
@@ -190,7 +245,9 @@ class LiveRun:
         self._became(after, changes)
 
     def _changes(self, after: state.RunState, **more: Any) -> Changes:
-        return replace(changes_between(self.state, after, self.known), traffic=self.meter.take(), **more)
+        return replace(
+            changes_between(self.state, after, self.known), traffic=self.meter.take(), **more
+        )
 
     def _became(self, after: state.RunState, changes: Changes) -> None:
         """What was just committed is known from now on."""
@@ -219,7 +276,9 @@ class LiveRun:
         """Whether the next version of a block is being made beside, or is about to be: nobody should begin from this one any more."""
         if self._closer is None:
             return False
-        return index in self.merging or isinstance(decide_round(self.clock(), self.state, self.options, index)[0], state.Close)
+        return index in self.merging or isinstance(
+            decide_round(self.clock(), self.state, self.options, index)[0], state.Close
+        )
 
     def _do_due(self) -> None:
         """One round after another: only the block that is being merged has to wait."""
@@ -237,7 +296,9 @@ class LiveRun:
                 return None
             now = self.clock()
             actions, self.reason = decide(now, self.state, self.options)
-            free = [action for action in actions if getattr(action, "block", None) not in self.merging]
+            free = [
+                action for action in actions if getattr(action, "block", None) not in self.merging
+            ]
             for action in free:
                 if not isinstance(action, state.Close):
                     self._act(now, action)
@@ -254,7 +315,11 @@ class LiveRun:
         """Commit what has changed without an event: byte counters, and the time left of what is out, or a restart would give it anew."""
         self._flushed = now
         out = [lease for lease in self.state.leases.values() if not lease.expired]
-        rounds = {index: (b.version, b.round) for index, b in self.state.blocks.items() if b.round.deadline is not None}
+        rounds = {
+            index: (b.version, b.round)
+            for index, b in self.state.blocks.items()
+            if b.round.deadline is not None
+        }
         changes = replace(self._changes(self.state), times=out, rounds=rounds)
         if changes:
             self.store.save(now, changes)
@@ -265,14 +330,25 @@ class LiveRun:
         notes = []
         if isinstance(action, state.Expire):
             lease = self.state.leases[action.task]
-            gone = facts.ExpireFacts(worker=lease.worker, task=lease.task, fence=lease.fence, reason=_said(action.reason))
+            gone = facts.ExpireFacts(
+                worker=lease.worker, task=lease.task, fence=lease.fence, reason=_said(action.reason)
+            )
             notes.append(note("expire", gone))
         elif isinstance(action, state.Extend | state.CloseEmpty):
             block = self.state.blocks[action.block]
             extended = isinstance(action, state.Extend)
             seconds = action.deadline - now if isinstance(action, state.Extend) else action.length
             notes.append(
-                note("round", round_facts(action.block, block.version, "extended" if extended else "empty", seconds, action.reason))
+                note(
+                    "round",
+                    round_facts(
+                        action.block,
+                        block.version,
+                        "extended" if extended else "empty",
+                        seconds,
+                        action.reason,
+                    ),
+                )
             )
         elif isinstance(action, state.Finish) and not self.state.stopping:
             notes.append(note("finish", facts.FinishFacts(reason=_said(action.reason))))
@@ -284,18 +360,30 @@ class LiveRun:
         with self.lock:
             parent = self.version(action.block)
             waiting = {name: self.recall.waiting[name] for name in action.updates}
-        merged = self.merging.run(merge_round, self.store, parent, waiting, self.policy.merge_options())
+        merged = self.merging.run(
+            merge_round, self.store, parent, waiting, self.policy.merge_options()
+        )
         closed = close_round(self.store, merged, waiting)
         with self.lock:
             self._publish(self.clock(), action, parent, closed)
 
-    def _publish(self, now: float, action: state.Close, parent: VersionRecord, closed: Closed) -> None:
+    def _publish(
+        self, now: float, action: state.Close, parent: VersionRecord, closed: Closed
+    ) -> None:
         """The next version, or the same round without the updates that cannot be merged."""
         index = action.block
         if closed.weights is None:
             after = state.left_out(self.state, index, frozenset(closed.dropped))
-            empty = round_facts(index, parent.version, "empty", round_length(self.state.blocks[index], self.options), closed.merged.reason)
-            changes = self._changes(after, dropped=closed.dropped, notes=[note("round", empty, dropped=closed.dropped)])
+            empty = round_facts(
+                index,
+                parent.version,
+                "empty",
+                round_length(self.state.blocks[index], self.options),
+                closed.merged.reason,
+            )
+            changes = self._changes(
+                after, dropped=closed.dropped, notes=[note("round", empty, dropped=closed.dropped)]
+            )
             for entry in self.store.save(now, changes):
                 self.recall.follow(entry)
             self._became(after, changes)
@@ -342,13 +430,24 @@ class LiveRun:
         return made.model_dump(mode="json", exclude={"parent"})
 
     def record(
-        self, now: float, message: m.Submission, update: UpdateRecord, sentence: str, receipt_of: Callable[[str], m.Receipt]
+        self,
+        now: float,
+        message: m.Submission,
+        update: UpdateRecord,
+        sentence: str,
+        receipt_of: Callable[[str], m.Receipt],
     ) -> bytes:
         """Write an accepted update, its receipt (of its entry's hash) and everything that follows from it in one transaction."""
         order = self.recall.orders[message.task]
-        arrived = state.Arrived(update.id, update.worker, update.tokens, update.steps, update.staleness, update.weight)
-        deadline = deadline_after(now, self.state.blocks[message.block], self.options, update.seconds)
-        after = state.arrived(self._timed(message, update), message.task, arrived, deadline, update.seconds)
+        arrived = state.Arrived(
+            update.id, update.worker, update.tokens, update.steps, update.staleness, update.weight
+        )
+        deadline = deadline_after(
+            now, self.state.blocks[message.block], self.options, update.seconds
+        )
+        after = state.arrived(
+            self._timed(message, update), message.task, arrived, deadline, update.seconds
+        )
         body = facts.UpdateFacts(submission=message, order=order).model_dump(mode="json")
         changes = self._changes(after, nonces=[(message.worker, message.nonce, time.time())])
         written: list[Entry] = []
@@ -374,8 +473,14 @@ class LiveRun:
         if worker is None or update.seconds is None or not 0 < message.seconds <= update.seconds:
             return self.state
         extra = update.seconds - message.seconds
-        overhead = min(SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra, self.options.task_seconds / 2)
-        return state.with_worker(self.state, replace(worker, seconds_per_step=message.seconds / message.steps, overhead=overhead))
+        overhead = min(
+            SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra,
+            self.options.task_seconds / 2,
+        )
+        return state.with_worker(
+            self.state,
+            replace(worker, seconds_per_step=message.seconds / message.steps, overhead=overhead),
+        )
 
 
 def note(kind: str, content: m.Message, **more: Any) -> Note:
@@ -383,9 +488,13 @@ def note(kind: str, content: m.Message, **more: Any) -> Note:
     return Note(kind, {**content.model_dump(mode="json"), **more})
 
 
-def round_facts(block: int, version: int, event: str, seconds: float, reason: str) -> facts.RoundFacts:
+def round_facts(
+    block: int, version: int, event: str, seconds: float, reason: str
+) -> facts.RoundFacts:
     """A round that did not make a version."""
-    return facts.RoundFacts(block=block, version=version, event=event, seconds=max(0.0, seconds), reason=_said(reason))  # type: ignore[arg-type]
+    return facts.RoundFacts(
+        block=block, version=version, event=event, seconds=max(0.0, seconds), reason=_said(reason)
+    )  # type: ignore[arg-type]
 
 
 def _said(reason: str) -> str:

@@ -38,7 +38,9 @@ class Options:
     longest_deadline: float = DAY
     decay: float = 0.7
     max_staleness: int = 4
-    lease: float | None = None  # seconds; None: to the deadline, and at least twice the expected time
+    lease: float | None = (
+        None  # seconds; None: to the deadline, and at least twice the expected time
+    )
     alive: float = 60.0  # a worker not heard of for longer counts as gone
     task_seconds: float = 20.0  # how long a task should take
     fixed_steps: int | None = None  # every task has exactly this size
@@ -50,10 +52,18 @@ class Options:
     budget_rounds: int | None = None  # of each block
     budget_steps: int | None = None  # of each block: where its learning-rate schedule ends
     budget_tokens: int | None = None  # of the whole run, shared equally by its blocks
-    fusion_start: float = 0.5  # share of their budget that the others have spent when the fusion block begins
-    max_lag: int | None = 8  # versions a block without workers may fall behind before a worker is moved to it
-    max_uploading: int = 1  # trained but unsubmitted tasks with which a worker still gets the next one
-    exclusive: bool = False  # one lease per block, each task from the version that the last one made
+    fusion_start: float = (
+        0.5  # share of their budget that the others have spent when the fusion block begins
+    )
+    max_lag: int | None = (
+        8  # versions a block without workers may fall behind before a worker is moved to it
+    )
+    max_uploading: int = (
+        1  # trained but unsubmitted tasks with which a worker still gets the next one
+    )
+    exclusive: bool = (
+        False  # one lease per block, each task from the version that the last one made
+    )
     poll: float = 5.0  # longest wait before a worker asks again
 
     @classmethod
@@ -113,7 +123,9 @@ class BlockState:
     fusion: bool = False
     cost: float = 1.0  # time of one of its steps, relative to the others
     task_seconds: tuple[float, ...] = ()  # of its last accepted tasks
-    next_number: int = 0  # tasks are numbered per block, so that their data does not depend on the other blocks
+    next_number: int = (
+        0  # tasks are numbered per block, so that their data does not depend on the other blocks
+    )
     round: RoundState = RoundState()
 
 
@@ -162,7 +174,9 @@ class RunState:
     """Everything `rounds` looks at."""
 
     blocks: Mapping[int, BlockState] = field(default_factory=dict)
-    leases: Mapping[int, Lease] = field(default_factory=dict)  # by task: open ones, and expired ones that may still arrive
+    leases: Mapping[int, Lease] = field(
+        default_factory=dict
+    )  # by task: open ones, and expired ones that may still arrive
     workers: Mapping[str, WorkerState] = field(default_factory=dict)
     next_task: int = 1
     stopping: bool = False
@@ -271,7 +285,10 @@ def with_lease(state: RunState, lease: Lease) -> RunState:
 
 def without_worker(state: RunState, worker: str) -> RunState:
     """A worker left or was kicked: its open tasks expire now, its block is free."""
-    leases = {t: replace(lease, expired=True) if lease.worker == worker else lease for t, lease in state.leases.items()}
+    leases = {
+        t: replace(lease, expired=True) if lease.worker == worker else lease
+        for t, lease in state.leases.items()
+    }
     workers = {name: w for name, w in state.workers.items() if name != worker}
     if (known := state.workers.get(worker)) and known.kicked:
         workers[worker] = replace(known, block=None)
@@ -285,14 +302,18 @@ def granted(state: RunState, grant: Grant) -> RunState:
     if not grant.resumed:
         block = replace(block, next_number=max(block.next_number, lease.number + 1))
     if block.round.deadline is None:
-        block = replace(block, round=replace(block.round, deadline=grant.deadline, length=grant.length))
+        block = replace(
+            block, round=replace(block.round, deadline=grant.deadline, length=grant.length)
+        )
     state = with_lease(with_block(state, lease.block, block), lease)
     if worker := state.workers.get(lease.worker):
         state = with_worker(state, replace(worker, block=lease.block))
     return replace(state, next_task=max(state.next_task, lease.task + 1))
 
 
-def arrived(state: RunState, task: int, update: Arrived, deadline: float, seconds: float | None = None) -> RunState:
+def arrived(
+    state: RunState, task: int, update: Arrived, deadline: float, seconds: float | None = None
+) -> RunState:
     """After an update was accepted and recorded. `deadline` starts the round's clock if nobody has yet.
 
     It also replaces a later one of a block of which no task was timed before: that was a guess, for which fast workers would wait.
@@ -312,7 +333,11 @@ def published(state: RunState, index: int, block: BlockState, max_staleness: int
     state = with_block(state, index, replace(block, round=RoundState()))
     return replace(
         state,
-        leases={t: x for t, x in state.leases.items() if not (x.expired and x.block == index and block.version - x.base > max_staleness)},
+        leases={
+            t: x
+            for t, x in state.leases.items()
+            if not (x.expired and x.block == index and block.version - x.base > max_staleness)
+        },
     )
 
 
@@ -327,7 +352,11 @@ def apply(state: RunState, action: Action) -> RunState:
     """After a decision that changes nothing but the state; Close is applied by `published`, when the merge is durable."""
     if isinstance(action, Expire):
         lease = state.leases.get(action.task)
-        return with_lease(state, replace(lease, expired=True)) if lease and lease.fence == action.fence else state
+        return (
+            with_lease(state, replace(lease, expired=True))
+            if lease and lease.fence == action.fence
+            else state
+        )
     if isinstance(action, Finish):
         return replace(state, stopping=True)
     if isinstance(action, Close):
@@ -338,5 +367,7 @@ def apply(state: RunState, action: Action) -> RunState:
     elif isinstance(action, Extend):
         current = replace(block.round, deadline=action.deadline, extended=True)
     else:
-        current = RoundState(length=action.length, attempt=block.round.attempt + 1, updates=block.round.updates)
+        current = RoundState(
+            length=action.length, attempt=block.round.attempt + 1, updates=block.round.updates
+        )
     return with_block(state, action.block, replace(block, round=current))

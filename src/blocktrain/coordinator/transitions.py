@@ -13,10 +13,18 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def changes_between(before: RunState, after: RunState, known: Mapping[str, WorkerRecord]) -> Changes:
+def changes_between(
+    before: RunState, after: RunState, known: Mapping[str, WorkerRecord]
+) -> Changes:
     """The rows that differ. Progress and last signs of life are not stored: they are told again after a restart."""
-    leases = [new for _, old, new in _touched(before.leases, after.leases) if old is None or _lease(old) != _lease(new)]
-    lost = [t for t in before.leases.keys() - after.leases.keys() if not _answered(before, after, t)]
+    leases = [
+        new
+        for _, old, new in _touched(before.leases, after.leases)
+        if old is None or _lease(old) != _lease(new)
+    ]
+    lost = [
+        t for t in before.leases.keys() - after.leases.keys() if not _answered(before, after, t)
+    ]
     rounds = {
         index: (new.version, new.round)
         for index, old, new in _touched(before.blocks, after.blocks)
@@ -32,7 +40,13 @@ def changes_between(before: RunState, after: RunState, known: Mapping[str, Worke
 
 def _touched(before: Mapping[K, V], after: Mapping[K, V]) -> list[tuple[K, V | None, V]]:
     """What may differ: all else is the same object. Of a thousand leases and workers a call touches one or two."""
-    return [] if after is before else [(key, before.get(key), new) for key, new in after.items() if before.get(key) is not new]
+    return (
+        []
+        if after is before
+        else [
+            (key, before.get(key), new) for key, new in after.items() if before.get(key) is not new
+        ]
+    )
 
 
 def _answered(before: RunState, after: RunState, task: int) -> bool:

@@ -36,7 +36,9 @@ def accept(live: LiveRun, message: m.Submission) -> bytes:
         return _take_in(live, message)
     except Refused:
         with live.lock:
-            if (known := _known(live, message)) is not None:  # it came twice at once, and the other was faster
+            if (
+                known := _known(live, message)
+            ) is not None:  # it came twice at once, and the other was faster
                 return known
         raise
     finally:
@@ -57,16 +59,25 @@ def _known(live: LiveRun, message: m.Submission) -> bytes | None:
 
 def _judge(live: LiveRun, message: m.Submission) -> Verdict:
     """The verdict on what a submission claims; what does not count is refused."""
-    claim = Claim(message.worker, message.task, message.fence, message.block, message.base, message.steps)
+    claim = Claim(
+        message.worker, message.task, message.fence, message.block, message.base, message.steps
+    )
     verdict = admit(live.clock(), live.state, live.options, claim)
     if not verdict.accepted:
-        answered = verdict.code == Code.UNKNOWN_TASK and live.store.answered(message.task) is not None
+        answered = (
+            verdict.code == Code.UNKNOWN_TASK and live.store.answered(message.task) is not None
+        )
         raise Refused(Code.TASK_ANSWERED if answered else Code(verdict.code), verdict.reason)
     if message.tokens != message.steps * live.config.batch * live.config.context:
         raise Refused(Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens")
     for task in filter(None, (message.continued.optimizer, message.continued.residual)):
-        if live.store.answered(task) != message.block:  # such a state could not be computed again by anyone
-            raise Refused(Code.MALFORMED, f"the update continues task {task}, which has no accepted update of block {message.block}")
+        if (
+            live.store.answered(task) != message.block
+        ):  # such a state could not be computed again by anyone
+            raise Refused(
+                Code.MALFORMED,
+                f"the update continues task {task}, which has no accepted update of block {message.block}",
+            )
     return verdict
 
 
@@ -75,7 +86,10 @@ def _take_in(live: LiveRun, message: m.Submission) -> bytes:
     try:
         content = live.store.blobs.read(message.payload_sha256)
         if len(content) != message.payload_length:
-            raise Refused(Code.HASH_MISMATCH, f"the chunks have {len(content)} bytes, not {message.payload_length}")
+            raise Refused(
+                Code.HASH_MISMATCH,
+                f"the chunks have {len(content)} bytes, not {message.payload_length}",
+            )
         open_update(content, live.schemas[message.block], method=live.policy.compression)
         with live.lock:
             live.merging.wait(message.block)
@@ -134,14 +148,23 @@ def _assemble(live: LiveRun, message: m.Submission) -> None:
     """One durable blob of the chunks."""
     limit = payload_limit(live, message.block)
     if message.payload_length > limit:
-        raise Refused(Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed")
+        raise Refused(
+            Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed"
+        )
     plan = message.plan(live.policy.chunk_bytes)
     blobs = live.store.blobs
     have = blobs.chunks(message.task, message.fence)
     if missing := plan.missing(have):
-        raise Refused(Code.MISSING_CHUNKS, f"chunks {', '.join(map(str, missing[:20]))} of {plan.chunks}")
+        raise Refused(
+            Code.MISSING_CHUNKS, f"chunks {', '.join(map(str, missing[:20]))} of {plan.chunks}"
+        )
     try:
-        blobs.assemble(message.task, message.fence, [have[i] for i in range(plan.chunks)], message.payload_sha256)
+        blobs.assemble(
+            message.task,
+            message.fence,
+            [have[i] for i in range(plan.chunks)],
+            message.payload_sha256,
+        )
     except Conflict as error:
         blobs.drop_chunks(message.task, message.fence)
         raise Refused(Code.HASH_MISMATCH, str(error)) from None
@@ -151,6 +174,8 @@ def _discard(live: LiveRun, message: m.Submission) -> None:
     """Nothing of a refused payload stays, unless the same bytes belong to another update."""
     name = message.payload_sha256
     live.store.blobs.drop_chunks(message.task, message.fence)
-    used = name in live.recall.public or any(s.payload_sha256 == name for s, _ in live.recall.waiting.values())
+    used = name in live.recall.public or any(
+        s.payload_sha256 == name for s, _ in live.recall.waiting.values()
+    )
     if not used and live.arriving[name] == 1:
         live.store.blobs.delete(name)

@@ -54,8 +54,12 @@ class Model:
         block = self.blocks[number - 1]
         if block.skip != "exact":
             return block.features(tokens, cache=cache)
-        z = torch.zeros(*tokens.shape, self.config.z_width, device=self.device)  # the mean of what the block saw
-        return block.features(tokens, z=z, c_noise=middle_noise(self.config, number, self.device), cache=cache)
+        z = torch.zeros(
+            *tokens.shape, self.config.z_width, device=self.device
+        )  # the mean of what the block saw
+        return block.features(
+            tokens, z=z, c_noise=middle_noise(self.config, number, self.device), cache=cache
+        )
 
     def all_features(self, tokens: Tensor) -> Tensor:
         """(N, B, T, W)."""
@@ -73,12 +77,17 @@ class Model:
         """The composed model as it was meant to be used, with its caches."""
         if self.config.compose == "euler":
             return EulerScorer(self, seed)
-        return Fan([LocalStage(self, n) for n in range(1, len(self.blocks) + 1)], self.fusion or self.readout())
+        return Fan(
+            [LocalStage(self, n) for n in range(1, len(self.blocks) + 1)],
+            self.fusion or self.readout(),
+        )
 
     def drafter(self, number: int = 1) -> Scorer:
         """One block as a language model of its own."""
         if self.blocks[number - 1].skip == "edm":
-            raise ConfigError("a block of skip=edm cannot draft; use mode autoregressive, or --draft none for a model with a tail")
+            raise ConfigError(
+                "a block of skip=edm cannot draft; use mode autoregressive, or --draft none for a model with a tail"
+            )
         stage = LocalStage(self, number)
         return lambda ids, start: self.blocks[number - 1](stage(ids, start))
 
@@ -98,7 +107,9 @@ class LocalStage:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.cache.truncate(start)
-        return in_pieces(lambda part: self.model.features(self.number, ids[:, part], self.cache), ids.shape[1])
+        return in_pieces(
+            lambda part: self.model.features(self.number, ids[:, part], self.cache), ids.shape[1]
+        )
 
 
 class Fan:
@@ -113,7 +124,9 @@ class Fan:
         kept = torch.ones(features.shape[:2], device=features.device)
         if self.cache:
             self.cache.truncate(start)
-        return in_pieces(lambda part: self._answer(ids[:, part], features[:, :, part], kept), ids.shape[1])
+        return in_pieces(
+            lambda part: self._answer(ids[:, part], features[:, :, part], kept), ids.shape[1]
+        )
 
     def _answer(self, ids: Tensor, features: Tensor, kept: Tensor) -> Tensor:
         if isinstance(self.readout, Block):
@@ -138,7 +151,9 @@ class EulerScorer:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.window = torch.cat([self.window[:, :start], ids], dim=1)
-        noise = window_noise(self.seed, bytes(self.window[0].tolist()), self.model.config.z_width)[None]
+        noise = window_noise(self.seed, bytes(self.window[0].tolist()), self.model.config.z_width)[
+            None
+        ]
         return euler_path(self.model, self.window, noise.to(self.model.device))[-1][:, start:]
 
 
@@ -153,18 +168,29 @@ def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) ->
 
 
 def euler_hop(
-    config: Config, number: int, block: Block, table: Tensor, tokens: Tensor, z: Tensor, *, tail: int = 0
+    config: Config,
+    number: int,
+    block: Block,
+    table: Tensor,
+    tokens: Tensor,
+    z: Tensor,
+    *,
+    tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Block `number`'s part of the path: its logits (B, T, V), and z one step further down; a tail goes further than the rest."""
     sigma_next, sigma = noise_levels(config).edges(config.blocks)[-number - 1 :][:2]
     if not tail:
-        logits = denoise_logits(block, table, tokens, z, torch.tensor(sigma, device=tokens.device), config.sigma_data)
+        logits = denoise_logits(
+            block, table, tokens, z, torch.tensor(sigma, device=tokens.device), config.sigma_data
+        )
         return logits, euler_step(z, logits.softmax(-1) @ table, sigma, sigma_next)
     low_next, low = noise_levels(config, tail=True).edges(config.blocks)[-number - 1 :][:2]
     where = in_tail(tokens.shape[1], tail, tokens.device)[None]
     level, level_next = torch.where(where, low, sigma), torch.where(where, low_next, sigma_next)
     logits = denoise_logits(block, table, tokens, z, level, config.sigma_data, tail=tail)
-    return logits, euler_step(z, logits.softmax(-1) @ table, level[..., None], level_next[..., None])
+    return logits, euler_step(
+        z, logits.softmax(-1) @ table, level[..., None], level_next[..., None]
+    )
 
 
 def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
@@ -233,7 +259,9 @@ def _gumbel(seed: int, position: int) -> np.ndarray[tuple[int], np.dtype[np.floa
 
 
 @torch.no_grad()
-def autoregressive(scorer: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, device: torch.device) -> Iterator[int]:
+def autoregressive(
+    scorer: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, device: torch.device
+) -> Iterator[int]:
     """`count` bytes after the prompt, one traversal each."""
     text = list(prompt)
     begin = read = 0  # the scorer knows text[begin:read]
@@ -248,7 +276,14 @@ def autoregressive(scorer: Scorer, prompt: bytes, count: int, context: int, samp
 
 @torch.no_grad()
 def sweep(
-    scorer: Scorer, drafter: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, sweeps: int, device: torch.device
+    scorer: Scorer,
+    drafter: Scorer,
+    prompt: bytes,
+    count: int,
+    context: int,
+    sampler: Sampler,
+    sweeps: int,
+    device: torch.device,
 ) -> Iterator[int]:
     """`count` bytes in at most `sweeps` traversals per window: a draft of them all, of which a traversal keeps what is right and
     corrects the first byte that is not; behind that is drafted anew. Enough traversals end in the autoregressive answer."""
@@ -261,11 +296,22 @@ def sweep(
             last += 1
         for left in range(sweeps, -1, -1):
             known = len(text)
-            draft = list(autoregressive(drafter, bytes(text), last - known, context, sampler, device))
+            draft = list(
+                autoregressive(drafter, bytes(text), last - known, context, sampler, device)
+            )
             if left:
-                logits = scorer(torch.tensor([(text + draft)[begin : last - 1]], device=device), 0)[0, known - 1 - begin :]
+                logits = scorer(torch.tensor([(text + draft)[begin : last - 1]], device=device), 0)[
+                    0, known - 1 - begin :
+                ]
                 picks = [sampler.pick(row, known + i) for i, row in enumerate(logits)]
-                right = next((i for i, (pick, guess) in enumerate(zip(picks, draft, strict=True)) if pick != guess), len(draft))
+                right = next(
+                    (
+                        i
+                        for i, (pick, guess) in enumerate(zip(picks, draft, strict=True))
+                        if pick != guess
+                    ),
+                    len(draft),
+                )
                 draft = picks[: right + 1]
             text += draft
             yield from draft
@@ -273,18 +319,24 @@ def sweep(
                 break
 
 
-def sweep_from_noise(model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int) -> Iterator[int]:
+def sweep_from_noise(
+    model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int
+) -> Iterator[int]:
     """`count` bytes, a tail's length per traversal, from pure noise: the paper's path, for models trained with a tail.
 
     Each further sweep of a chunk starts again from noise around the text of the one before.
     """
     if not model.config.tail:
-        raise ConfigError("this model has no tail: train one with --objective denoise --compose euler --tail 32")
+        raise ConfigError(
+            "this model has no tail: train one with --objective denoise --compose euler --tail 32"
+        )
     return _from_noise(model, list(prompt), len(prompt) + count, sampler, sweeps)
 
 
 @torch.no_grad()
-def _from_noise(model: Model, text: list[int], end: int, sampler: Sampler, sweeps: int) -> Iterator[int]:
+def _from_noise(
+    model: Model, text: list[int], end: int, sampler: Sampler, sweeps: int
+) -> Iterator[int]:
     config = model.config
     while len(text) < end:
         size = min(config.tail, end - len(text))
@@ -293,9 +345,13 @@ def _from_noise(model: Model, text: list[int], end: int, sampler: Sampler, sweep
         first = len(text) - len(known)
         chunk: list[int] = []
         for number in range(sweeps):
-            noise = position_noise(sampler.seed + number, first, tokens.shape[1], config.z_width)[None].to(model.device)
+            noise = position_noise(sampler.seed + number, first, tokens.shape[1], config.z_width)[
+                None
+            ].to(model.device)
             if chunk:
-                noise[:, -size:] += model.table[torch.tensor(chunk, device=model.device)] / config.sigma_max
+                noise[:, -size:] += (
+                    model.table[torch.tensor(chunk, device=model.device)] / config.sigma_max
+                )
             logits = euler_path(model, tokens, noise, tail=size)[-1][0, -size:]
             chunk = [sampler.pick(logits[i], len(text) + i) for i in range(size)]
         text += chunk

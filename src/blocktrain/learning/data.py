@@ -41,7 +41,10 @@ TEXT_SUFFIXES = {
     ".go",
     ".rs",
 }
-_HUB = {"wikitext2": ("wikitext-2", "wikitext-2-raw-v1"), "wikitext103": ("wikitext-103", "wikitext-103-raw-v1")}
+_HUB = {
+    "wikitext2": ("wikitext-2", "wikitext-2-raw-v1"),
+    "wikitext103": ("wikitext-103", "wikitext-103-raw-v1"),
+}
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,16 @@ class Corpus:
         """sha256 of the text to train on, calibration part included, and of the valid part."""
         return _sha256(self.train, self.calibration), _sha256(self.valid)
 
-    def require(self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context") -> None:
+    def require(
+        self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context"
+    ) -> None:
         """Refuse a corpus that cannot fill one context in each part, or in those that are named."""
         for part in parts or ("train", "calibration", "valid"):
             found = len(getattr(self, part))
             if found < context + 1:
-                raise CorpusError(f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; {advice}")
+                raise CorpusError(
+                    f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; {advice}"
+                )
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,15 @@ class Source:
     def require_outside(self, folder: Path) -> None:
         """Refuse to write results into the text that they are about: whoever opens it later would read them."""
         text = Path(self.spec)
-        if self.spec and text.is_dir() and not _is_split(text) and folder.resolve().is_relative_to(text.resolve()):
-            raise CorpusError(f"{folder} lies inside the corpus {self.spec}; name a folder elsewhere with --out")
+        if (
+            self.spec
+            and text.is_dir()
+            and not _is_split(text)
+            and folder.resolve().is_relative_to(text.resolve())
+        ):
+            raise CorpusError(
+                f"{folder} lies inside the corpus {self.spec}; name a folder elsewhere with --out"
+            )
 
     def open(self) -> Corpus:
         """The corpus, memory-mapped."""
@@ -100,7 +114,9 @@ def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
         return _whole(name, _gathered(name, _text_files(path, cache), cache))
     if path.is_file():
         return _whole(path.name, path)
-    raise CorpusError(f"no corpus {spec!r}: it is neither a file, nor a folder, nor one of stdlib, {', '.join(_HUB)}")
+    raise CorpusError(
+        f"no corpus {spec!r}: it is neither a file, nor a folder, nor one of stdlib, {', '.join(_HUB)}"
+    )
 
 
 def _is_split(folder: Path) -> bool:
@@ -113,24 +129,34 @@ def absolute(spec: str) -> str:
     return spec if named or not Path(spec).exists() else str(Path(spec).resolve())
 
 
-def batch(data: Bytes, *, seed: int, stream: int, step: int, batch: int, context: int) -> torch.Tensor:
+def batch(
+    data: Bytes, *, seed: int, stream: int, step: int, batch: int, context: int
+) -> torch.Tensor:
     """(batch, context + 1) byte ids at random offsets: a pure function of (seed, stream, step)."""
-    offsets = batch_offsets(len(data), seed=seed, stream=stream, step=step, batch=batch, context=context)
+    offsets = batch_offsets(
+        len(data), seed=seed, stream=stream, step=step, batch=batch, context=context
+    )
     rows = np.stack([data[o : o + context + 1] for o in offsets])
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def batch_offsets(size: int, *, seed: int, stream: int, step: int, batch: int, context: int) -> npt.NDArray[np.int64]:
+def batch_offsets(
+    size: int, *, seed: int, stream: int, step: int, batch: int, context: int
+) -> npt.NDArray[np.int64]:
     """Where the sequences of a step begin."""
     key = np.array([seed, (stream << 32) | step], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).integers(0, size - context, size=batch)
 
 
-def rows_without_overlap(data: Bytes, context: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+def rows_without_overlap(
+    data: Bytes, context: int, rows: int
+) -> Iterator[tuple[int, torch.Tensor]]:
     """(index of the first row, (rows, <= context + 1) ids): every byte but the first is predicted exactly once."""
     full = (len(data) - 1) // context
     for first in range(0, full, rows):
-        some = [data[i * context : (i + 1) * context + 1] for i in range(first, min(first + rows, full))]
+        some = [
+            data[i * context : (i + 1) * context + 1] for i in range(first, min(first + rows, full))
+        ]
         yield first, torch.from_numpy(np.stack(some).astype(np.int64))
     if full * context < len(data) - 1:
         yield full, torch.from_numpy(np.array(data[full * context :], dtype=np.int64)[None])
@@ -140,7 +166,9 @@ def _whole(name: str, path: Path) -> Corpus:
     """One file split 95 : 5 at a line boundary."""
     data = _map(path)
     cut = int(len(data) * (1 - VALID_SHARE))
-    near = min(1 << 16, (len(data) - cut) // 2)  # at least half of the valid part stays, however long the lines are
+    near = min(
+        1 << 16, (len(data) - cut) // 2
+    )  # at least half of the valid part stays, however long the lines are
     line_end = np.flatnonzero(data[cut : cut + near] == ord("\n"))
     cut += int(line_end[0]) + 1 if len(line_end) else 0
     return _split(name, data[:cut], data[cut:])
@@ -175,7 +203,9 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
         raise CorpusError(f"{name}: no text files found ({', '.join(sorted(TEXT_SUFFIXES))})")
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in listed]
     if not any(size for _, size, _ in stats):
-        raise CorpusError(f"{name}: all its {len(listed)} text files are empty; give some with text in them")
+        raise CorpusError(
+            f"{name}: all its {len(listed)} text files are empty; give some with text in them"
+        )
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     target = cache / "corpora" / f"{name}-{digest}.txt"
     if not target.exists():
@@ -188,7 +218,9 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
                         shutil.copyfileobj(source, out, 1 << 20)
             partial.replace(target)
         except OSError as error:
-            raise CorpusError(f"cannot gather {name} into {target.parent}: {error.strerror or error}") from None
+            raise CorpusError(
+                f"cannot gather {name} into {target.parent}: {error.strerror or error}"
+            ) from None
         finally:
             with suppress(OSError):
                 partial.unlink()
@@ -198,8 +230,18 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
 def _stdlib_files() -> Iterator[Path]:
     """The modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-    return (path for path in _files(root, lambda path: path.name in skipped) if path.suffix == ".py")
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "__pycache__",
+        "lib2to3",
+    }
+    return (
+        path for path in _files(root, lambda path: path.name in skipped) if path.suffix == ".py"
+    )
 
 
 def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
@@ -212,7 +254,11 @@ def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
             return True
         return is_run or path.name.startswith(".") or path.resolve() == cache.resolve()
 
-    return (path for path in _files(folder, passed_over) if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())
+    return (
+        path
+        for path in _files(folder, passed_over)
+        if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
+    )
 
 
 def _files(root: Path, passed_over: Callable[[Path], bool]) -> Iterator[Path]:

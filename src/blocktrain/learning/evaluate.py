@@ -81,7 +81,12 @@ def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS
         found: dict[str, Tensor] = {}
         total: Tensor | None = None
         for draw in range(draws):
-            noise = torch.stack([position_noise_row(seed, draw, first + i, T, model.config.z_width) for i in range(B)])
+            noise = torch.stack(
+                [
+                    position_noise_row(seed, draw, first + i, T, model.config.z_width)
+                    for i in range(B)
+                ]
+            )
             path = euler_path(model, tokens, noise.to(tokens.device))
             if draw == 0:
                 found = {f"euler_{n + 1}": logits for n, logits in enumerate(path)}
@@ -101,23 +106,40 @@ def position_noise_row(seed: int, draw: int, row: int, count: int, width: int) -
 
 
 def evaluate(
-    model: Model, split: Bytes, *, seed: int = 0, draws: int = MARGINAL_DRAWS, rows: int = 16, progress: Progress = lambda _: None
+    model: Model,
+    split: Bytes,
+    *,
+    seed: int = 0,
+    draws: int = MARGINAL_DRAWS,
+    rows: int = 16,
+    progress: Progress = lambda _: None,
 ) -> dict[str, float]:
     """All cross entropies that this kind of model has, with `composed` for the way it is meant to be used."""
     config = model.config
     found: dict[str, float] = {}
     if model.blocks[0].skip != "edm":
-        found |= cross_entropies(context_predictors(model), split, config.context, rows=rows, device=model.device, progress=progress)
+        found |= cross_entropies(
+            context_predictors(model),
+            split,
+            config.context,
+            rows=rows,
+            device=model.device,
+            progress=progress,
+        )
     if model.blocks[0].skip:
         predict = euler_predictors(model, seed=seed, draws=draws)
-        found |= cross_entropies(predict, split, config.context, rows=rows, device=model.device, progress=progress)
+        found |= cross_entropies(
+            predict, split, config.context, rows=rows, device=model.device, progress=progress
+        )
     return {"composed": found[config.compose], **found}
 
 
 def evaluate_alone(block: Block, split: Bytes, context: int, *, rows: int = 16) -> float:
     """Cross entropy of one plain block: the end-to-end reference, or a single `next` block."""
     device = block.embed.device
-    return cross_entropies(lambda t, _: {"ce": block(block.features(t))}, split, context, rows=rows, device=device)["ce"]
+    return cross_entropies(
+        lambda t, _: {"ce": block(block.features(t))}, split, context, rows=rows, device=device
+    )["ce"]
 
 
 @torch.no_grad()
@@ -130,12 +152,16 @@ def text_bits(block: Block, prompt: bytes, text: bytes) -> float:
 
 
 @torch.no_grad()
-def fit_pool_weights(model: Model, calibration: Bytes, *, rows: int = 16, limit: int = 1 << 16) -> Tensor:
+def fit_pool_weights(
+    model: Model, calibration: Bytes, *, rows: int = 16, limit: int = 1 << 16
+) -> Tensor:
     """Weights of the log-linear pool that fit the calibration slice best, none of them negative."""
     logp, targets = _calibration(model, calibration, rows, limit)
     found = torch.full((len(model.blocks),), LEAST_SAY)
     used = torch.arange(len(model.blocks))
-    while len(used):  # a block that only hurts gets next to no say, and the others are fitted anew without it
+    while len(
+        used
+    ):  # a block that only hurts gets next to no say, and the others are fitted anew without it
         weights = _fitted(logp, targets, used)
         if (weights > LEAST_SAY).all():
             found[used] = weights.float()
@@ -152,7 +178,9 @@ def _fitted(logp: Tensor, targets: Tensor, used: Tensor) -> Tensor:
         step = torch.linalg.solve(fit.curve, fit.slope)
         if fit.slope @ step < FIT_GAIN:
             break
-        while (found := _fit_of(weights - step, logp, targets, used)).loss > fit.loss and fit.slope @ step >= FIT_GAIN:
+        while (
+            found := _fit_of(weights - step, logp, targets, used)
+        ).loss > fit.loss and fit.slope @ step >= FIT_GAIN:
             step /= 2
         weights, fit = weights - step, found
     return weights
@@ -169,7 +197,11 @@ class _Fit(NamedTuple):
 def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, used: Tensor) -> _Fit:
     """Of some blocks' log-probabilities (N, P, V): the mean over positions, in portions that stay in the processor's cache."""
     positions = len(targets)
-    loss, slope, curve = 0.0, torch.zeros_like(weights), FIT_RIDGE * positions * torch.eye(len(used), dtype=weights.dtype)
+    loss, slope, curve = (
+        0.0,
+        torch.zeros_like(weights),
+        FIT_RIDGE * positions * torch.eye(len(used), dtype=weights.dtype),
+    )
     for portion, target in zip(logp.split(FIT_PORTION, 1), targets.split(FIT_PORTION), strict=True):
         each = portion[used]
         pooled = torch.einsum("n,npv->pv", weights.float(), each).log_softmax(-1)
@@ -194,9 +226,14 @@ def _calibration(model: Model, split: Bytes, rows: int, limit: int) -> tuple[Ten
     logps: list[Tensor] = []
     targets: list[Tensor] = []
     for some in np.array_split(picked, -(-len(picked) // rows)):
-        tokens = torch.from_numpy(np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64))
+        tokens = torch.from_numpy(
+            np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64)
+        )
         features = model.all_features(tokens[:, :-1].to(model.device))
-        each = [block(f).log_softmax(-1).flatten(0, 1) for block, f in zip(model.blocks, features, strict=True)]
+        each = [
+            block(f).log_softmax(-1).flatten(0, 1)
+            for block, f in zip(model.blocks, features, strict=True)
+        ]
         logps.append(torch.stack(each).cpu())
         targets.append(tokens[:, 1:].flatten())
     return torch.cat(logps, dim=1), torch.cat(targets)

@@ -61,10 +61,19 @@ class Cache:
 
     def __init__(self, block: Block, batch: int) -> None:
         slots = block.context + MIN_ROWS
-        shape = (len(block.layers), 2, batch, block.heads, slots, block.embed.shape[-1] // block.heads)
+        shape = (
+            len(block.layers),
+            2,
+            batch,
+            block.heads,
+            slots,
+            block.embed.shape[-1] // block.heads,
+        )
         self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
         self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
-        self.handed_on = torch.zeros(batch, slots if block.reads else 0, block.embed.shape[-1]).to(self.data)
+        self.handed_on = torch.zeros(batch, slots if block.reads else 0, block.embed.shape[-1]).to(
+            self.data
+        )
         self.length = 0
 
     def truncate(self, length: int) -> None:
@@ -87,7 +96,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Tensor, look: Look) -> Tensor:
         B, T, W = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(B, T, 3, self.heads, W // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x))
+            .view(B, T, 3, self.heads, W // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         a = look(rotate(q, rotation), rotate(k, rotation), v)
         x = x + self.attention_out(a.transpose(1, 2).reshape(B, T, W))
         return x + self.down(F.relu(self.up(self.norm_mlp(x))).square())
@@ -98,13 +111,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
-def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slots: Tensor, start: int) -> Tensor:
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slots: Tensor, start: int
+) -> Tensor:
     """Write the new keys and values at `start` of a layer's slots (2, B, H, slots, D), then look at every slot."""
     T = q.shape[2]
     slots[0, :, :, start : start + T] = k
     slots[1, :, :, start : start + T] = v
     q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # the kernel works in tiles: none may have fewer rows
-    a = F.scaled_dot_product_attention(q, slots[0].to(q.dtype), slots[1].to(q.dtype), attn_mask=mask)
+    a = F.scaled_dot_product_attention(
+        q, slots[0].to(q.dtype), slots[1].to(q.dtype), attn_mask=mask
+    )
     return a[:, :, :T]
 
 
@@ -159,7 +176,9 @@ class Block(nn.Module):
         if not reads:
             self.norm = RMSNorm(W)
         self.skip = config.skip if config.objective == "denoise" and not reads else None
-        if self.skip:  # what reads z starts at zero: an untrained z path must not disturb the context path
+        if (
+            self.skip
+        ):  # what reads z starts at zero: an untrained z path must not disturb the context path
             self.z_in = Linear(config.z_width, W, gain=0)
             self.noise_in = Linear(2 * NOISE_FREQUENCIES, W, gain=0)
         if config.tail and not reads:
@@ -173,7 +192,9 @@ class Block(nn.Module):
             self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
         else:
             self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0.5)
-        self.register_buffer("rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False)
+        self.register_buffer(
+            "rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False
+        )
 
     def features(
         self,
@@ -188,7 +209,11 @@ class Block(nn.Module):
         x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
         if z is not None and c_noise is not None:
             sequences = c_noise.shape[0] if c_noise.ndim else 1
-            x = x + self.z_in(z) + self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
+            x = (
+                x
+                + self.z_in(z)
+                + self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
+            )
         return self.through_layers(x, cache, tail)
 
     def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
@@ -198,7 +223,11 @@ class Block(nn.Module):
         rotation = self.rotation[:, start : start + T]
         mask = self.visible(T, start, cache, tail)
         for i, layer in enumerate(self.layers):
-            look = partial(attend_cached, mask=mask, slots=cache.data[i], start=start) if cache else partial(attend, mask=mask)
+            look = (
+                partial(attend_cached, mask=mask, slots=cache.data[i], start=start)
+                if cache
+                else partial(attend, mask=mask)
+            )
             x = layer(x, rotation, look)
         if cache:
             cache.length = start + T
@@ -211,7 +240,9 @@ class Block(nn.Module):
         """
         T, before = tokens.shape[1], 0
         if start + T > self.context:
-            raise ValueError(f"positions {start} to {start + T} do not fit the context of {self.context}")
+            raise ValueError(
+                f"positions {start} to {start + T} do not fit the context of {self.context}"
+            )
         if cache:
             cache.ids[:, start : start + T] = tokens
             before = min(start, self.embed.shape[0] - 1)
@@ -224,7 +255,11 @@ class Block(nn.Module):
             found = F.embedding(tokens, table)
             found = found if known is None else found * known
             x = x + F.pad(found, (0, 0, back, -back))
-        return x[:, before:] if known is None else torch.where(known[before:], x[:, before:], x[:, before:] + self.mask)
+        return (
+            x[:, before:]
+            if known is None
+            else torch.where(known[before:], x[:, before:], x[:, before:] + self.mask)
+        )
 
     def visible(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
         """Which keys a query may see: itself and what came before; the positions of a tail also see each other."""
@@ -241,7 +276,9 @@ class Block(nn.Module):
         """Next-byte logits (B, T, V) of this block alone, from its features."""
         return self.head(self.norm(features)).float()
 
-    def fuse(self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None) -> Tensor:
+    def fuse(
+        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+    ) -> Tensor:
         """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there.
 
         The layers correct the features, and the heads that the blocks were trained with read the corrected ones. New layers add
@@ -250,8 +287,16 @@ class Block(nn.Module):
         """
         normed = self.readout.normed(features) * kept[:, :, None, None]
         read = joined(normed)
-        x = self.embedded(tokens, cache.length if cache else 0, cache, 0) + self.mix(read) + to_the_next(self.hand_on(read), cache)
-        corrections = self.correct(self.through_layers(x, cache) - x).unflatten(-1, (self.reads, -1)).permute(2, 0, 1, 3)
+        x = (
+            self.embedded(tokens, cache.length if cache else 0, cache, 0)
+            + self.mix(read)
+            + to_the_next(self.hand_on(read), cache)
+        )
+        corrections = (
+            self.correct(self.through_layers(x, cache) - x)
+            .unflatten(-1, (self.reads, -1))
+            .permute(2, 0, 1, 3)
+        )
         return self.readout(normed, kept, corrections)
 
 

@@ -42,7 +42,9 @@ class NoiseLevels:
         """blocks + 1 rising levels with equal probability between neighbours."""
         low, high = self.mass_below(self.sigma_min), self.mass_below(self.sigma_max)
         normal = NormalDist(self.p_mean, self.p_std)
-        inner = [math.exp(normal.inv_cdf(low + (high - low) * i / blocks)) for i in range(1, blocks)]
+        inner = [
+            math.exp(normal.inv_cdf(low + (high - low) * i / blocks)) for i in range(1, blocks)
+        ]
         return [self.sigma_min, *inner, self.sigma_max]
 
     def ranges(self, blocks: int, gamma: float) -> list[Range]:
@@ -51,13 +53,17 @@ class NoiseLevels:
         found = []
         for low, high in reversed(list(itertools.pairwise(edges))):
             widening = (high / low) ** gamma
-            found.append(Range(max(low / widening, self.sigma_min), min(high * widening, self.sigma_max)))
+            found.append(
+                Range(max(low / widening, self.sigma_min), min(high * widening, self.sigma_max))
+            )
         return found
 
     def sample(self, part: Range, uniform: Tensor) -> Tensor:
         """Levels inside a range from uniform numbers in [0, 1), by the inverse of the distribution function."""
         low, high = self.mass_below(part.low), self.mass_below(part.high)
-        normal = torch.special.ndtri((low + (high - low) * uniform.double()).clamp(1e-12, 1 - 1e-12))
+        normal = torch.special.ndtri(
+            (low + (high - low) * uniform.double()).clamp(1e-12, 1 - 1e-12)
+        )
         return torch.exp(self.p_mean + self.p_std * normal).clamp(part.low, part.high).float()
 
 
@@ -88,7 +94,9 @@ def in_tail(positions: int, tail: int, device: torch.device) -> Tensor:
     return torch.arange(positions, device=device) >= positions - tail
 
 
-def euler_step(z: Tensor, denoised: Tensor, sigma: float | Tensor, sigma_next: float | Tensor) -> Tensor:
+def euler_step(
+    z: Tensor, denoised: Tensor, sigma: float | Tensor, sigma_next: float | Tensor
+) -> Tensor:
     """One step of the probability-flow ODE from sigma to sigma_next."""
     return z + (sigma_next - sigma) * (z - denoised) / sigma
 

@@ -23,11 +23,22 @@ class Loss(NamedTuple):
 
 def next_loss(block: Block, tokens: Tensor) -> Loss:
     """Cross entropy of the next byte; tokens (B, T + 1)."""
-    ce = F.cross_entropy(block(block.features(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten())
+    ce = F.cross_entropy(
+        block(block.features(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()
+    )
     return Loss(ce, ce)
 
 
-def denoise_logits(block: Block, table: Tensor, tokens: Tensor, z: Tensor, sigma: Tensor, sigma_data: float, *, tail: int = 0) -> Tensor:
+def denoise_logits(
+    block: Block,
+    table: Tensor,
+    tokens: Tensor,
+    z: Tensor,
+    sigma: Tensor,
+    sigma_data: float,
+    *,
+    tail: int = 0,
+) -> Tensor:
     """log p(next byte | bytes, z) up to a constant, (B, T, V); sigma is one level, one per sequence (B,) or one per position (B, T).
 
     `exact`: Bayes' rule splits it into what the context says, f, and what z says, z.Y / sigma^2 (rows of Y have unit
@@ -42,12 +53,23 @@ def denoise_logits(block: Block, table: Tensor, tokens: Tensor, z: Tensor, sigma
     return block.head(estimate).float()
 
 
-def denoise_loss(block: Block, table: Tensor, tokens: Tensor, config: Config, index: int, generator: torch.Generator) -> Loss:
+def denoise_loss(
+    block: Block,
+    table: Tensor,
+    tokens: Tensor,
+    config: Config,
+    index: int,
+    generator: torch.Generator,
+) -> Loss:
     """Weighted cross entropy at noise levels drawn from the range of block `index`."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     uniform = torch.rand(tokens.shape[0], generator=generator).to(tokens.device)
     noise = torch.randn(*targets.shape, table.shape[1], generator=generator).to(tokens.device)
-    tail = config.tail if config.tail and torch.rand((), generator=generator).item() < config.tail_share else 0
+    tail = (
+        config.tail
+        if config.tail and torch.rand((), generator=generator).item() < config.tail_share
+        else 0
+    )
     sigma = training_levels(config, index, uniform, targets.shape[1], tail)
     z = table[targets] + sigma.reshape(*sigma.shape[:1], -1, 1) * noise
     logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=tail)
@@ -58,7 +80,9 @@ def denoise_loss(block: Block, table: Tensor, tokens: Tensor, config: Config, in
     return Loss((weight * ce).mean(), ce.mean())
 
 
-def training_levels(config: Config, index: int, uniform: Tensor, positions: int, tail: int) -> Tensor:
+def training_levels(
+    config: Config, index: int, uniform: Tensor, positions: int, tail: int
+) -> Tensor:
     """Noise levels of block `index`, from one uniform number a sequence: (B,), or with a tail, which goes further down, (B, T)."""
 
     def drawn(levels: NoiseLevels) -> Tensor:
@@ -67,7 +91,11 @@ def training_levels(config: Config, index: int, uniform: Tensor, positions: int,
     plain = drawn(noise_levels(config))
     if not tail:
         return plain
-    return torch.where(in_tail(positions, tail, uniform.device), drawn(noise_levels(config, tail=True))[:, None], plain[:, None])
+    return torch.where(
+        in_tail(positions, tail, uniform.device),
+        drawn(noise_levels(config, tail=True))[:, None],
+        plain[:, None],
+    )
 
 
 def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:
@@ -76,12 +104,20 @@ def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:
         return torch.stack([source.features(tokens) for source in sources])
 
 
-def fusion_loss(fusion: Block, sources: Sequence[Block], tokens: Tensor, dropout: float, generator: torch.Generator) -> Loss:
+def fusion_loss(
+    fusion: Block,
+    sources: Sequence[Block],
+    tokens: Tensor,
+    dropout: float,
+    generator: torch.Generator,
+) -> Loss:
     """Cross entropy of the fusion block, with whole blocks left out at random, but never all of a sequence's."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     drawn = torch.rand(len(sources), tokens.shape[0], generator=generator)
     kept = drawn >= dropout
     kept |= ~kept.any(0)
-    logits = fusion.fuse(inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32))
+    logits = fusion.fuse(
+        inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32)
+    )
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return Loss(ce, ce)

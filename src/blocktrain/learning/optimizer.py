@@ -16,8 +16,17 @@ from torch.optim import Optimizer
 
 from blocktrain.learning.model import Linear
 
-INSIDE = ("layers.", "mix.", "correct.", "hand_on.")  # from the residual stream to the residual stream
-STEEP = (3.4445, -4.7750, 2.0315)  # Newton-Schulz with a steep start: five rounds bring singular values near one
+INSIDE = (
+    "layers.",
+    "mix.",
+    "correct.",
+    "hand_on.",
+)  # from the residual stream to the residual stream
+STEEP = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Newton-Schulz with a steep start: five rounds bring singular values near one
 ROUNDS = 5
 MOMENTUM = 0.9
 LENGTH = 0.4  # of a step, root mean square, in learning rates: twice that of AdamW's steps, which measured best
@@ -54,7 +63,11 @@ class Muon(Optimizer):
                 direction = matrix.grad.lerp(state["momentum"], MOMENTUM)
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 side = int(matrix.shape[1] > matrix.shape[0])
-                for part, way in zip(matrix.chunk(group["parts"], side), direction.chunk(group["parts"], side), strict=True):
+                for part, way in zip(
+                    matrix.chunk(group["parts"], side),
+                    direction.chunk(group["parts"], side),
+                    strict=True,
+                ):
                     part.add_(orthogonal(way), alpha=-group["lr"] * LENGTH * max(part.shape) ** 0.5)
 
 
@@ -73,7 +86,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
 class Optimizers:
     """All that moves one block, as one optimizer."""
 
-    def __init__(self, block: nn.Module, kind: Literal["muon", "adamw"], *, weight_decay: float) -> None:
+    def __init__(
+        self, block: nn.Module, kind: Literal["muon", "adamw"], *, weight_decay: float
+    ) -> None:
         self._named = dict(block.named_parameters())
         linear = {f"{n}.weight": m for n, m in block.named_modules() if isinstance(m, Linear)}
         inside = {n: m for n, m in linear.items() if kind == "muon" and n.startswith(INSIDE)}
@@ -97,7 +112,11 @@ class Optimizers:
     def moments(self) -> dict[str, Tensor]:
         """What is remembered of every parameter, as `moment.name`; nothing before the first step."""
         state = {p: of_one for part in self._parts for p, of_one in part.state.items()}
-        return {f"{moment}.{name}": t for name, p in self._named.items() for moment, t in state.get(p, {}).items()}
+        return {
+            f"{moment}.{name}": t
+            for name, p in self._named.items()
+            for moment, t in state.get(p, {}).items()
+        }
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
         """Continue with these moments; none of them: as new."""

@@ -48,11 +48,21 @@ def pick_device(name: str) -> torch.device:
     except ValueError as error:
         raise ConfigError(f"device={name!r} {error}") from None
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={name}, but this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch")
+        raise ConfigError(
+            f"device={name}, but this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch"
+        )
     if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name}, but this torch sees {torch.cuda.device_count()} CUDA device(s), numbered from 0")
+        raise ConfigError(
+            f"device={name}, but this torch sees {torch.cuda.device_count()} CUDA device(s), numbered from 0"
+        )
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps, but this torch sees no Apple GPU; use --device cpu")
     return torch.device(name)
@@ -85,12 +95,18 @@ class Trainer:
     def __post_init__(self) -> None:
         self.stream = self.own_stream if self.stream is None else self.stream
         self.device = pick_device(self.config.device)
-        built = build_reference(self.config) if self.index == REFERENCE else build_block(self.config, self.index)
+        built = (
+            build_reference(self.config)
+            if self.index == REFERENCE
+            else build_block(self.config, self.index)
+        )
         self.block = built.to(self.device)
         self.table = target_table(self.config).to(self.device)
         if self.block.reads:
             if len(self.sources) != self.block.reads:
-                raise ConfigError(f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given")
+                raise ConfigError(
+                    f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given"
+                )
             self.read(self.sources)
         kind = self.config.fusion_optimizer if self.block.reads else self.config.optimizer
         self.optimizer = Optimizers(self.block, kind, weight_decay=self.config.weight_decay)
@@ -129,7 +145,9 @@ class Trainer:
     def _one_step(self, corpus: data.Bytes) -> float:
         c = self.config
         stream = self.own_stream if self.stream is None else self.stream
-        tokens = data.batch(corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context)
+        tokens = data.batch(
+            corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context
+        )
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
             loss = self._loss(tokens.to(self.device))
         self.block.zero_grad(set_to_none=True)
@@ -138,7 +156,9 @@ class Trainer:
         self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, self.schedule))
         ce = loss.ce.item()
         if not math.isfinite(ce):
-            raise RunError(f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate")
+            raise RunError(
+                f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate"
+            )
         return ce
 
     def _loss(self, tokens: Tensor) -> Loss:
@@ -148,7 +168,9 @@ class Trainer:
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0]))
         if self.block.reads:
-            return fusion_loss(self.block, self.sources, tokens, self.config.feature_dropout, generator)
+            return fusion_loss(
+                self.block, self.sources, tokens, self.config.feature_dropout, generator
+            )
         if self.block.skip:
             return denoise_loss(self.block, self.table, tokens, self.config, self.index, generator)
         return next_loss(self.block, tokens)
@@ -171,9 +193,16 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Weights, optimizer moments and step, as one safetensors file, atomically."""
-        tensors = {f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()}
+        tensors = {
+            f"model.{name}": t.detach().contiguous() for name, t in self.block.state_dict().items()
+        }
         tensors |= self.moments()
-        note = {"fingerprint": self.config.fingerprint, "index": self.index, "step": self.step, "seconds": self.seconds}
+        note = {
+            "fingerprint": self.config.fingerprint,
+            "index": self.index,
+            "step": self.step,
+            "seconds": self.seconds,
+        }
         write_state(path, tensors, json.dumps(note))
 
     def load(self, path: Path) -> None:
@@ -181,9 +210,15 @@ class Trainer:
         tensors, said = read_state(path)
         note = json.loads(said)
         if (note["fingerprint"], note["index"]) != (self.config.fingerprint, self.index):
-            raise RunError(f"{path} belongs to another run or block; resume with the settings that the run was started with")
+            raise RunError(
+                f"{path} belongs to another run or block; resume with the settings that the run was started with"
+            )
         self.step, self.seconds = note["step"], note["seconds"]
-        load_weights(self.block, {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}, path)
+        load_weights(
+            self.block,
+            {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")},
+            path,
+        )
         self.restore({k: t for k, t in tensors.items() if not k.startswith("model.")})
 
 
@@ -191,7 +226,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file, or a sentence about what is wrong with it."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except safetensors.SafetensorError as error:
@@ -200,7 +235,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], note: str) -> None:
     """Tensors and a note about them as one safetensors file, atomically; with a hash, as safetensors itself notices no flipped bit."""
-    write_atomic(path, safetensors.torch.save(dict(tensors), {"note": note, "sha256": _state_hash(tensors, note)}))
+    write_atomic(
+        path,
+        safetensors.torch.save(dict(tensors), {"note": note, "sha256": _state_hash(tensors, note)}),
+    )
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], str]:
@@ -208,7 +246,9 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], str]:
     tensors, metadata = read_tensors(path)
     note = metadata.get("note", "")
     if metadata.get("sha256") != _state_hash(tensors, note):
-        raise RunError(f"{path} is damaged, or of another version of blocktrain; without it that training begins anew")
+        raise RunError(
+            f"{path} is damaged, or of another version of blocktrain; without it that training begins anew"
+        )
     return tensors, note
 
 
@@ -226,13 +266,18 @@ def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if expected != found:
         odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
-        raise RunError(f"{path} does not fit this model (first difference: {odd}); it is damaged or from another run")
+        raise RunError(
+            f"{path} does not fit this model (first difference: {odd}); it is damaged or from another run"
+        )
     block.load_state_dict(weights)
 
 
 def block_weights(block: Block) -> Weights:
     """Copies of a block's parameters, without its buffers."""
-    return {name: p.detach().to("cpu", torch.float32, copy=True).numpy() for name, p in block.named_parameters()}
+    return {
+        name: p.detach().to("cpu", torch.float32, copy=True).numpy()
+        for name, p in block.named_parameters()
+    }
 
 
 def put_weights(block: Block, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -241,7 +286,9 @@ def put_weights(block: Block, weights: Mapping[str, npt.NDArray[np.float32]]) ->
     found = {name: w.shape for name, w in weights.items()}
     if expected != found:
         odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
-        raise RunError(f"these weights do not fit the block (first difference: {odd}); they are from another run")
+        raise RunError(
+            f"these weights do not fit the block (first difference: {odd}); they are from another run"
+        )
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             parameter.copy_(torch.from_numpy(np.array(weights[name], dtype=np.float32)))

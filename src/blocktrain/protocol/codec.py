@@ -37,8 +37,15 @@ LEVELS: dict[Method, int] = {"fp16": 1, "int8": 127, "int4": 7}
 MIN_EXPONENT, MAX_EXPONENT = -100, 64
 WINDOW_LOG_MAX = 23  # a frame may ask the reader for a window of 8 MiB at most
 NOTE = "blocktrain"  # one key only: safetensors writes several in no fixed order
-_UPDATE = re.compile(r"(delta|weights) 1 (none|fp16|int8|int4) (0|-?[1-9][0-9]{0,2}) ([0-9a-f]{64})")
-_VALUES: dict[Method, str] = {"none": "<f4", "fp16": "<f2", "int8": "<i1", "int4": "<i1"}  # before int4 is packed
+_UPDATE = re.compile(
+    r"(delta|weights) 1 (none|fp16|int8|int4) (0|-?[1-9][0-9]{0,2}) ([0-9a-f]{64})"
+)
+_VALUES: dict[Method, str] = {
+    "none": "<f4",
+    "fp16": "<f2",
+    "int8": "<i1",
+    "int4": "<i1",
+}  # before int4 is packed
 _DTYPES = {"F32": "<f4", "F16": "<f2", "I8": "<i1", "U8": "<u1", "I32": "<i4", "I64": "<i8"}
 _NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
@@ -91,23 +98,36 @@ def pack(tensors: Mapping[str, Array], note: str | None = None) -> bytes:
     """safetensors bytes; the same tensors always give the same bytes."""
     odd = next((name for name, t in tensors.items() if t.dtype not in _NAMES), None)
     if odd is not None:
-        raise Refused(Code.WRONG_SHAPE, f"tensor {odd!r} has the type {tensors[odd].dtype}, which is never sent")
-    dense = {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # views are refused by safetensors
+        raise Refused(
+            Code.WRONG_SHAPE,
+            f"tensor {odd!r} has the type {tensors[odd].dtype}, which is never sent",
+        )
+    dense = {
+        name: np.asarray(tensors[name], order="C") for name in sorted(tensors)
+    }  # views are refused by safetensors
     return safetensors.numpy.save(dense, None if note is None else {NOTE: note})
 
 
 def unpack(raw: bytes, schema: Schema | None = None, limits: Limits = DEFAULT_LIMITS) -> Tensors:
     """The tensors of safetensors bytes; with a schema, exactly those of it and nothing else."""
-    wanted = None if schema is None else {name: (_NAMES[np.dtype(spec.dtype)], spec.shape) for name, spec in schema.items()}
+    wanted = (
+        None
+        if schema is None
+        else {name: (_NAMES[np.dtype(spec.dtype)], spec.shape) for name, spec in schema.items()}
+    )
     if len(raw) > limits.raw_bytes:
-        raise Refused(Code.TOO_LARGE, f"{len(raw)} bytes of tensors, {limits.raw_bytes} are allowed")
+        raise Refused(
+            Code.TOO_LARGE, f"{len(raw)} bytes of tensors, {limits.raw_bytes} are allowed"
+        )
     header, _ = _read_header(raw, limits)
     if wanted is not None:
         _require_same(header, wanted)
     return _tensors(raw)
 
 
-def compress(delta: Mapping[str, Array], residual: Mapping[str, Array] | None, method: Method) -> tuple[bytes, Tensors]:
+def compress(
+    delta: Mapping[str, Array], residual: Mapping[str, Array] | None, method: Method
+) -> tuple[bytes, Tensors]:
     """(payload, new residual); keep the new residual only if the update was accepted. No residual is None or an empty one."""
     total = _with_residual(delta, residual)
     exponent = 0 if method == "none" else _exponent(_peak(total), LEVELS[method])
@@ -119,7 +139,9 @@ def compress_weights(weights: Mapping[str, Array]) -> bytes:
     return _squeeze("weights", _with_residual(weights, None), "none", 0)[0]
 
 
-def decompress(payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS, method: Method | None = None) -> Tensors:
+def decompress(
+    payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS, method: Method | None = None
+) -> Tensors:
     """The delta in a payload, or a refusal."""
     update = open_update(payload, schema, limits, method)
     if update.absolute:
@@ -127,11 +149,15 @@ def decompress(payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS, 
     return update.tensors
 
 
-def open_update(payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS, method: Method | None = None) -> Opened:
+def open_update(
+    payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS, method: Method | None = None
+) -> Opened:
     """What is in a payload, or a refusal; reads nothing that the schema (and the method, if given) does not call for."""
     _require_float32(schema)
     if len(payload) > limits.payload_bytes:
-        raise Refused(Code.TOO_LARGE, f"a payload of {len(payload)} bytes, {limits.payload_bytes} are allowed")
+        raise Refused(
+            Code.TOO_LARGE, f"a payload of {len(payload)} bytes, {limits.payload_bytes} are allowed"
+        )
     raw = _inflate(payload, min(_raw_cap(schema, method or "none"), limits.raw_bytes))
     header, note = _read_header(raw, limits)
     kind, found, exponent = _read_note(note, schema, method)
@@ -145,7 +171,9 @@ def open_update(payload: bytes, schema: Schema, limits: Limits = DEFAULT_LIMITS,
     start = first = 0
     for name, spec in sorted(schema.items()):
         end, last = start + spec.size, first + _groups(spec, found)
-        delta[name] = _decode(values[start:end], scales[first:last], found, exponent).reshape(spec.shape)
+        delta[name] = _decode(values[start:end], scales[first:last], found, exponent).reshape(
+            spec.shape
+        )
         start, first = end, last
     return Opened(delta, absolute=kind == "weights")
 
@@ -156,12 +184,19 @@ def wire_schema(schema: Schema, method: Method) -> Wire:
     if method in ("none", "fp16"):
         return {"values": ("F32" if method == "none" else "F16", (size,))}
     values = ("I8", (size,)) if method == "int8" else ("U8", ((size + 1) // 2,))
-    return {"values": values, "scales": ("F16", (sum(_groups(spec, method) for spec in schema.values()),))}
+    return {
+        "values": values,
+        "scales": ("F16", (sum(_groups(spec, method) for spec in schema.values()),)),
+    }
 
 
 def schema_hash(schema: Schema) -> str:
     """sha256 of the sorted compact JSON {name: shape}: says which tensors a payload is cut into."""
-    canonical = json.dumps({name: list(spec.shape) for name, spec in schema.items()}, sort_keys=True, separators=(",", ":"))
+    canonical = json.dumps(
+        {name: list(spec.shape) for name, spec in schema.items()},
+        sort_keys=True,
+        separators=(",", ":"),
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -202,7 +237,9 @@ def _squeeze(kind: str, total: Tensors, method: Method, exponent: int) -> tuple[
 def _require_float32(schema: Schema) -> None:
     odd = next((name for name, spec in schema.items() if spec.dtype != "float32"), None)
     if odd is not None:
-        raise Refused(Code.WRONG_SHAPE, f"tensor {odd!r} of a delta is {schema[odd].dtype}, not float32")
+        raise Refused(
+            Code.WRONG_SHAPE, f"tensor {odd!r} of a delta is {schema[odd].dtype}, not float32"
+        )
 
 
 def _with_residual(delta: Mapping[str, Array], residual: Mapping[str, Array] | None) -> Tensors:
@@ -210,7 +247,11 @@ def _with_residual(delta: Mapping[str, Array], residual: Mapping[str, Array] | N
     _require_float32(schema)
     if residual and schema_of(residual) != schema:
         raise Refused(Code.WRONG_SHAPE, "the residual is not of the same tensors as the delta")
-    total = {name: np.asarray(t + residual[name]) for name, t in delta.items()} if residual else dict(delta)
+    total = (
+        {name: np.asarray(t + residual[name]) for name, t in delta.items()}
+        if residual
+        else dict(delta)
+    )
     check_finite(total)
     return total
 
@@ -241,11 +282,15 @@ def _encode(x: Array, method: Method, exponent: int) -> tuple[Array, Array]:
         return x, nothing
     if method == "fp16":
         return np.ldexp(x.astype(np.float64), -exponent).astype("<f2"), nothing
-    groups = np.zeros((-(-x.size // GROUP), GROUP), np.float64)  # in float64 the nearest level is found without rounding errors
+    groups = np.zeros(
+        (-(-x.size // GROUP), GROUP), np.float64
+    )  # in float64 the nearest level is found without rounding errors
     groups.reshape(-1)[: x.size] = x
     exact = np.ldexp(np.abs(groups).max(axis=1, initial=0) / LEVELS[method], -exponent)
     scales = exact.astype("<f2")
-    scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)  # up: no level beyond the last
+    scales = np.where(
+        scales < exact, np.nextafter(scales, np.float16(np.inf)), scales
+    )  # up: no level beyond the last
     steps = np.ldexp(scales.astype(np.float64), exponent)
     levels = np.rint(groups / np.where(steps == 0, 1, steps)[:, None])
     return levels.astype(np.int8).reshape(-1)[: x.size], scales
@@ -277,7 +322,9 @@ def _unpack_nibbles(packed: Array, size: int) -> Array:
     codes[0::2] = packed & 15
     codes[1::2] = packed >> 4
     if (codes == 0).any() or (size % 2 and codes[-1] != 8):
-        raise Refused(Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15")
+        raise Refused(
+            Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15"
+        )
     return codes[:size] - np.int8(8)
 
 
@@ -289,11 +336,16 @@ def _read_note(note: str, schema: Schema, method: Method | None) -> tuple[str, M
     found = next(m for m in METHODS if m == match[2])
     exponent = int(match[3])
     if method is not None and found != method:
-        raise Refused(Code.MALFORMED, f"the task asks for compression {method}, the payload uses {found}")
+        raise Refused(
+            Code.MALFORMED, f"the task asks for compression {method}, the payload uses {found}"
+        )
     if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (found == "none" and exponent):
         raise Refused(Code.NOT_FINITE, f"the exponent {exponent} is out of range")
     if match[4] != schema_hash(schema):
-        raise Refused(Code.WRONG_SHAPE, f"the payload is of the tensors {match[4][:12]}..., the block has {schema_hash(schema)[:12]}...")
+        raise Refused(
+            Code.WRONG_SHAPE,
+            f"the payload is of the tensors {match[4][:12]}..., the block has {schema_hash(schema)[:12]}...",
+        )
     if match[1] == "weights" and found != "none":
         raise Refused(Code.MALFORMED, "weights are never quantised")
     return match[1], found, exponent
@@ -311,13 +363,21 @@ def _require_valid(values: Array, scales: Array, method: Method) -> None:
 def _raw_cap(schema: Schema, method: Method) -> int:
     """No file of this schema and method is longer: exact data, and a header with room for any spacing and escapes."""
     wire = wire_schema(schema, method)
-    data = sum(math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize for dtype, shape in wire.values())
-    return data + 1024 + sum(6 * len(name.encode()) + 24 * len(shape) + 160 for name, (_, shape) in wire.items())
+    data = sum(
+        math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize for dtype, shape in wire.values()
+    )
+    return (
+        data
+        + 1024
+        + sum(6 * len(name.encode()) + 24 * len(shape) + 160 for name, (_, shape) in wire.items())
+    )
 
 
 def _inflate(payload: bytes, cap: int) -> bytes:
     """One whole zstd frame of at most `cap` bytes; a larger one is refused after `cap` + 1 bytes."""
-    reader = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG_MAX})
+    reader = zstd.ZstdDecompressor(
+        options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG_MAX}
+    )
     try:
         raw = reader.decompress(payload, max_length=cap + 1)
     except zstd.ZstdError as error:
@@ -335,7 +395,9 @@ def _read_header(raw: bytes, limits: Limits) -> tuple[Wire, str]:
     if len(raw) < 8 or size > len(raw) - 8:
         raise Refused(Code.MALFORMED, "the safetensors bytes are cut off")
     if size > limits.header_bytes:
-        raise Refused(Code.TOO_LARGE, f"a header of {size} bytes, {limits.header_bytes} are allowed")
+        raise Refused(
+            Code.TOO_LARGE, f"a header of {size} bytes, {limits.header_bytes} are allowed"
+        )
     try:
         entries = json.loads(raw[8 : 8 + size].decode("utf-8"), object_pairs_hook=_without_repeats)
         metadata = entries.pop("__metadata__", {})
@@ -346,13 +408,19 @@ def _read_header(raw: bytes, limits: Limits) -> tuple[Wire, str]:
         if not isinstance(note, str):
             raise TypeError("the note is not text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Refused(Code.MALFORMED, f"the safetensors header cannot be read ({str(error)[:80]})") from None
+        raise Refused(
+            Code.MALFORMED, f"the safetensors header cannot be read ({str(error)[:80]})"
+        ) from None
     return wire, note
 
 
 def _wire_entry(entry: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
     dtype, shape = entry["dtype"], entry["shape"]
-    if set(entry) != {"dtype", "shape", "data_offsets"} or not isinstance(dtype, str) or len(shape) > 8:
+    if (
+        set(entry) != {"dtype", "shape", "data_offsets"}
+        or not isinstance(dtype, str)
+        or len(shape) > 8
+    ):
         raise ValueError("a tensor has just dtype, shape and data_offsets")
     if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise ValueError("a shape is a list of sizes")
@@ -370,7 +438,10 @@ def _require_same(found: Wire, wanted: Wire) -> None:
     if found == wanted:
         return
     name = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))[0]
-    raise Refused(Code.WRONG_SHAPE, f"tensor {name[:100]!r} is {_said(found.get(name))}, expected {_said(wanted.get(name))}")
+    raise Refused(
+        Code.WRONG_SHAPE,
+        f"tensor {name[:100]!r} is {_said(found.get(name))}, expected {_said(wanted.get(name))}",
+    )
 
 
 def _said(entry: tuple[str, tuple[int, ...]] | None) -> str:
@@ -379,10 +450,17 @@ def _said(entry: tuple[str, tuple[int, ...]] | None) -> str:
 
 def _tensors(raw: bytes) -> Tensors:
     try:
-        found = safetensors.deserialize(raw)  # checks that the offsets fit the shapes, touch, and cover the file
+        found = safetensors.deserialize(
+            raw
+        )  # checks that the offsets fit the shapes, touch, and cover the file
     except safetensors.SafetensorError as error:
-        raise Refused(Code.MALFORMED, f"the safetensors bytes are damaged ({str(error)[:80]})") from None
+        raise Refused(
+            Code.MALFORMED, f"the safetensors bytes are damaged ({str(error)[:80]})"
+        ) from None
     odd = next((name for name, t in found if t["dtype"] not in _DTYPES), None)
     if odd is not None:
         raise Refused(Code.WRONG_SHAPE, f"tensor {odd[:100]!r} has a type that is never sent")
-    return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"]) for name, t in sorted(found)}
+    return {
+        name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"])
+        for name, t in sorted(found)
+    }

@@ -19,11 +19,15 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("ab", buffering=0)
         self._size = _whole_lines(path)
-        os.ftruncate(self._file.fileno(), self._size)  # a crash tore the last line: it must not take the next one with it
+        os.ftruncate(
+            self._file.fileno(), self._size
+        )  # a crash tore the last line: it must not take the next one with it
 
     def write(self, kind: str, **fields: Any) -> None:
         """One line."""
-        self.append(json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}).encode() + b"\n")
+        self.append(
+            json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}).encode() + b"\n"
+        )
 
     def append(self, line: bytes) -> int:
         """A whole line or, with an OSError, nothing of it; gives the place where it begins."""

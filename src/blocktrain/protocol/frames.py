@@ -255,11 +255,17 @@ class Frame(NamedTuple):
         return _KINDS[type(self.header)]
 
 
-def encode(header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()) -> list[Buffer]:
+def encode(
+    header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()
+) -> list[Buffer]:
     """The buffers of a frame, to be written one after another; payloads are not copied."""
     typed = _WRITE.encode(header)
     length = sum(len(part) for part in payload)
-    return [PREFIX.pack(MAGIC, PROTOCOL, _KINDS[type(header)], 0, session, sequence, len(typed), length) + typed, *payload]
+    return [
+        PREFIX.pack(MAGIC, PROTOCOL, _KINDS[type(header)], 0, session, sequence, len(typed), length)
+        + typed,
+        *payload,
+    ]
 
 
 def refusal(error: FrameError, session: int = 0) -> list[Buffer]:
@@ -370,7 +376,9 @@ class Decoder:
         self._frame, self._rest = frame, memoryview(payload)[there:]
         return None
 
-    def _checked(self, prefix: tuple[bytes, int, int, int, int, int, int, int]) -> tuple[Kind, int, int, int, int]:
+    def _checked(
+        self, prefix: tuple[bytes, int, int, int, int, int, int, int]
+    ) -> tuple[Kind, int, int, int, int]:
         magic, protocol, number, flags, session, sequence, header_length, length = prefix
         if magic != MAGIC:
             raise FrameError(Why.MALFORMED, f"it begins with {magic!r} instead of {MAGIC!r}")

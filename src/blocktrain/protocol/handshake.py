@@ -13,7 +13,9 @@ from blocktrain.protocol.frames import PROTOCOL, FrameError, Hello, Role, Welcom
 
 def make_hello(key: bytes, challenge: bytes, nonce: bytes, role: Role, fingerprint: str) -> Hello:
     """The client's answer to a challenge."""
-    return Hello(role, nonce, _proof(key, "client", challenge + nonce, f"{role} {fingerprint}"), fingerprint)
+    return Hello(
+        role, nonce, _proof(key, "client", challenge + nonce, f"{role} {fingerprint}"), fingerprint
+    )
 
 
 def check_hello(key: bytes, challenge: bytes, hello: Hello, fingerprint: str) -> None:
@@ -22,7 +24,9 @@ def check_hello(key: bytes, challenge: bytes, hello: Hello, fingerprint: str) ->
     if not hmac.compare_digest(expected, hello.proof):
         raise FrameError(Why.WRONG_KEY)
     if hello.fingerprint != fingerprint:
-        raise FrameError(Why.WRONG_FINGERPRINT, f"{hello.fingerprint[:12]} instead of {fingerprint[:12]}")
+        raise FrameError(
+            Why.WRONG_FINGERPRINT, f"{hello.fingerprint[:12]} instead of {fingerprint[:12]}"
+        )
 
 
 def prove_welcome(key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome) -> Welcome:
@@ -32,12 +36,18 @@ def prove_welcome(key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome) 
     return Welcome(proof, w.kind, w.blocks, w.width, w.context, w.z_width, w.fingerprint, w.model)
 
 
-def check_welcome(key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome, fingerprint: str, model: str = "") -> None:
+def check_welcome(
+    key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome, fingerprint: str, model: str = ""
+) -> None:
     """Refuse a stage that does not know the key, or holds another model ("" takes any weights)."""
-    if not hmac.compare_digest(_proof(key, "stage", challenge + nonce, _held(welcome)), welcome.proof):
+    if not hmac.compare_digest(
+        _proof(key, "stage", challenge + nonce, _held(welcome)), welcome.proof
+    ):
         raise FrameError(Why.WRONG_KEY)
     if welcome.fingerprint != fingerprint:
-        raise FrameError(Why.WRONG_FINGERPRINT, f"{welcome.fingerprint[:12]} instead of {fingerprint[:12]}")
+        raise FrameError(
+            Why.WRONG_FINGERPRINT, f"{welcome.fingerprint[:12]} instead of {fingerprint[:12]}"
+        )
     if model and welcome.model != model:
         raise FrameError(Why.WRONG_MODEL, f"{welcome.model[:12]} instead of {model[:12]}")
 
@@ -48,4 +58,6 @@ def _held(welcome: Welcome) -> str:
 
 
 def _proof(key: bytes, who: Literal["client", "stage"], nonces: bytes, claim: str) -> bytes:
-    return hmac.digest(key, f"blocktrain frames {PROTOCOL} {who}\n".encode() + nonces + claim.encode(), "sha256")
+    return hmac.digest(
+        key, f"blocktrain frames {PROTOCOL} {who}\n".encode() + nonces + claim.encode(), "sha256"
+    )

@@ -33,7 +33,9 @@ def canonical(message: Message) -> bytes:
 
 def canonical_json(value: Any) -> str:
     """The one way to write a JSON value: sorted keys, no spaces, ASCII, no NaN."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
 
 
 def digest(message: Message) -> str:
@@ -81,7 +83,9 @@ class Identity:
 
     def sign(self, message: S) -> S:
         """The same message with this key's signature."""
-        return message.model_copy(update={"signature": self._key.sign(signing_bytes(message)).hex()})
+        return message.model_copy(
+            update={"signature": self._key.sign(signing_bytes(message)).hex()}
+        )
 
 
 def verify(message: Signed, public_key: str) -> None:
@@ -90,7 +94,9 @@ def verify(message: Signed, public_key: str) -> None:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(message.signature), signing_bytes(message))
     except (InvalidSignature, UnsupportedAlgorithm, ValueError):
-        raise Refused(Code.BAD_SIGNATURE, f"{type(message).__name__} by the key {public_key[:12]}...") from None
+        raise Refused(
+            Code.BAD_SIGNATURE, f"{type(message).__name__} by the key {public_key[:12]}..."
+        ) from None
 
 
 def new_identity() -> Identity:
@@ -112,13 +118,17 @@ def load_identity(path: Path) -> Identity:
     except OSError as error:
         raise IdentityError(f"cannot read the key file {path}: {error.strerror or error}") from None
     if os.name == "posix" and mode & 0o077:
-        raise IdentityError(f"others can read the key file {path}; run `chmod 600 {path}`, or remove it to get a new key")
+        raise IdentityError(
+            f"others can read the key file {path}; run `chmod 600 {path}`, or remove it to get a new key"
+        )
     try:
         key = serialization.load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, Ed25519PrivateKey):
-        raise IdentityError(f"{path} is not an ed25519 key file; restore it, or remove it to get a new key")
+        raise IdentityError(
+            f"{path} is not an ed25519 key file; restore it, or remove it to get a new key"
+        )
     return Identity(key)
 
 
@@ -132,12 +142,16 @@ def open_identity(path: Path) -> Identity:
 def _create(path: Path) -> None:
     """Readable by the owner alone from the first moment; whole or not there; never over another key."""
     key = Ed25519PrivateKey.generate()
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            with os.fdopen(
+                os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as out:
                 out.write(pem)
                 out.flush()
                 os.fsync(out.fileno())
@@ -153,4 +167,6 @@ def _create(path: Path) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise IdentityError(f"cannot write the key file {path}: {error.strerror or error}") from None
+        raise IdentityError(
+            f"cannot write the key file {path}: {error.strerror or error}"
+        ) from None

@@ -38,7 +38,9 @@ from blocktrain.protocol.messages import (
 BEGINNING = "0" * 64  # `previous` of the first entry
 MAX_BODY = 1 << 20
 
-Kind = Literal["run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"]
+Kind = Literal[
+    "run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"
+]
 
 
 class LedgerEntry(Message):
@@ -168,12 +170,18 @@ def entry_hash(seq: int, kind: str, body: str, previous: str) -> str:
     return hashlib.sha256(canonical_json([seq, kind, previous, body]).encode()).hexdigest()
 
 
-def require_chain(entries: Iterable[LedgerEntry], last: LedgerEntry | None = None) -> LedgerEntry | None:
+def require_chain(
+    entries: Iterable[LedgerEntry], last: LedgerEntry | None = None
+) -> LedgerEntry | None:
     """Refuse entries that are missing, repeated, reordered or changed; gives the last one, to go on from."""
     for entry in entries:
         seq, previous = (1, BEGINNING) if last is None else (last.seq + 1, last.hash)
-        if (entry.seq, entry.previous) != (seq, previous) or entry.hash != entry_hash(seq, entry.kind, entry.body, previous):
-            raise Damaged(f"the ledger is broken at entry {seq}: it was changed or lost; restore a backup")
+        if (entry.seq, entry.previous) != (seq, previous) or entry.hash != entry_hash(
+            seq, entry.kind, entry.body, previous
+        ):
+            raise Damaged(
+                f"the ledger is broken at entry {seq}: it was changed or lost; restore a backup"
+            )
         last = entry
     return last
 
@@ -182,5 +190,7 @@ def lineage(parent: str | None, order: Order, continued: Lineage) -> str:
     """Names an optimizer state by what it went through: sha256 of the parent's name, a line feed, and the order as it was carried out."""
     if (parent is None) != (continued.optimizer is None):
         raise ValueError("a state with a parent continues a task, a fresh one does not")
-    carried_out = Order(**{name: getattr(order, name) for name in Order.model_fields}).model_copy(update={"continues": continued})
+    carried_out = Order(**{name: getattr(order, name) for name in Order.model_fields}).model_copy(
+        update={"continues": continued}
+    )
     return hashlib.sha256((parent or "").encode() + b"\n" + canonical(carried_out)).hexdigest()

@@ -43,7 +43,10 @@ Loss = Annotated[float, Field(ge=0, le=1e9)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 Speed = Annotated[float, Field(ge=0, le=1e9)]
 Settings = Annotated[
-    dict[Annotated[str, Field(max_length=64, pattern=r"^[a-z][a-z0-9_]*$")], bool | int | float | Annotated[str, Field(max_length=200)]],
+    dict[
+        Annotated[str, Field(max_length=64, pattern=r"^[a-z][a-z0-9_]*$")],
+        bool | int | float | Annotated[str, Field(max_length=200)],
+    ],
     Field(max_length=200),
 ]
 
@@ -51,7 +54,9 @@ Settings = Annotated[
 class Message(BaseModel):
     """Strict, frozen, without unknown fields, NaN or infinity."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Signed(Message):
@@ -71,7 +76,10 @@ def read(kind: type[M], raw: bytes, limit: int = MAX_JSON) -> M:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
-        parts = [f"{'.'.join(str(part) for part in item['loc'])[:80] or 'body'} {item['msg'][:100]}" for item in found]
+        parts = [
+            f"{'.'.join(str(part) for part in item['loc'])[:80] or 'body'} {item['msg'][:100]}"
+            for item in found
+        ]
         raise Refused(Code.MALFORMED, f"{kind.__name__}: {'; '.join(parts)}") from None
 
 
@@ -262,7 +270,9 @@ class UploadState(Message):
     """GET /v1/uploads/{task}, and the answer to a chunk: the chunks that are stored."""
 
     task: Number
-    have: Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_CHUNKS)], ...], Field(max_length=MAX_CHUNKS)]
+    have: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=MAX_CHUNKS)], ...], Field(max_length=MAX_CHUNKS)
+    ]
 
 
 class Submission(Signed):
@@ -302,7 +312,10 @@ class Submission(Signed):
         """The chunks of the payload; another number of chunks is refused."""
         plan = Plan(self.payload_length, chunk_bytes)
         if plan.chunks != self.chunks:
-            raise Refused(Code.MALFORMED, f"{self.payload_length} bytes are {plan.chunks} chunks, not {self.chunks}")
+            raise Refused(
+                Code.MALFORMED,
+                f"{self.payload_length} bytes are {plan.chunks} chunks, not {self.chunks}",
+            )
         return plan
 
 
@@ -354,7 +367,9 @@ class Refusal(Message):
 
 def refusal(error: Refused, retry_seconds: float | None = None) -> Refusal:
     """The body for an error."""
-    return Refusal(code=error.code, sentence=error.sentence, then=error.rule.then, retry_seconds=retry_seconds)
+    return Refusal(
+        code=error.code, sentence=error.sentence, then=error.rule.then, retry_seconds=retry_seconds
+    )
 
 
 class Manifest(Signed):

@@ -78,7 +78,9 @@ def require_chunk(plan: Plan, index: int, content: bytes, digest: str) -> None:
     """Refuse a chunk of the wrong length or with other bytes than announced."""
     start, end = plan.span(index)
     if len(content) != end - start:
-        raise Refused(Code.MALFORMED, f"chunk {index} has {len(content)} bytes, {end - start} belong there")
+        raise Refused(
+            Code.MALFORMED, f"chunk {index} has {len(content)} bytes, {end - start} belong there"
+        )
     require_hash(content, digest, f"chunk {index}")
 
 
@@ -86,4 +88,6 @@ def require_hash(content: bytes, digest: str, what: str = "the payload") -> None
     """Refuse bytes that are not the announced ones."""
     found = sha256(content)
     if found != digest:
-        raise Refused(Code.HASH_MISMATCH, f"{what} has sha256 {found[:12]}..., announced was {digest[:12]}...")
+        raise Refused(
+            Code.HASH_MISMATCH, f"{what} has sha256 {found[:12]}..., announced was {digest[:12]}..."
+        )

@@ -57,7 +57,11 @@ class Run:
 
     def weights(self, index: int) -> Path:
         """Published weights of a block or of the reference."""
-        return self.folder / "reference" / "model.safetensors" if index == REFERENCE else self.model / f"{block_name(index)}.safetensors"
+        return (
+            self.folder / "reference" / "model.safetensors"
+            if index == REFERENCE
+            else self.model / f"{block_name(index)}.safetensors"
+        )
 
 
 def block_name(index: int) -> str:
@@ -80,15 +84,21 @@ def create_run(folder: Path, config: Config, data: str, *, reference: bool = Fal
     try:
         content = _settings(config, data, reference)
     except UnicodeEncodeError:
-        raise RunError(f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written down; rename it") from None
+        raise RunError(
+            f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written down; rename it"
+        ) from None
     try:
         if folder.exists() and any(folder.iterdir()):
-            raise RunError(f"{folder} already holds something; continue it with --resume, or name another folder with --out")
+            raise RunError(
+                f"{folder} already holds something; continue it with --resume, or name another folder with --out"
+            )
         for path in (folder, run.model, folder / "state"):
             path.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.toml", content)
     except OSError as error:
-        raise RunError(f"cannot write the run folder {folder}: {error.strerror or error}; name another one with --out") from None
+        raise RunError(
+            f"cannot write the run folder {folder}: {error.strerror or error}; name another one with --out"
+        ) from None
     return run
 
 
@@ -101,17 +111,27 @@ def open_run(folder: Path) -> Opened:
     """An existing run folder; its settings must be those that it was made with."""
     path = folder / "config.toml"
     if not path.is_file():
-        raise RunError(f"{folder} is not a run folder (it has no config.toml); begin a run without --resume, in a new folder")
+        raise RunError(
+            f"{folder} is not a run folder (it has no config.toml); begin a run without --resume, in a new folder"
+        )
     settings, told = read_settings(path)
     data, reference, fingerprint = (told.get(name) for name in ("data", "reference", "fingerprint"))
-    if not isinstance(data, str) or not isinstance(reference, bool) or not isinstance(fingerprint, str):
-        raise RunError(f"{path} is damaged or no run's: it does not say data, reference and fingerprint")
+    if (
+        not isinstance(data, str)
+        or not isinstance(reference, bool)
+        or not isinstance(fingerprint, str)
+    ):
+        raise RunError(
+            f"{path} is damaged or no run's: it does not say data, reference and fingerprint"
+        )
     try:
         config = make_config(settings)
     except ConfigError as error:
         raise RunError(f"{path} is damaged, or of another version of blocktrain: {error}") from None
     if config.fingerprint != fingerprint:
-        raise RunError(f"{path} was changed, or is of another version of blocktrain: start a new run with --config")
+        raise RunError(
+            f"{path} was changed, or is of another version of blocktrain: start a new run with --config"
+        )
     return Opened(Run(folder), config, data, reference)
 
 
@@ -127,7 +147,9 @@ def publish(run: Run, index: int, block: Block) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in block.state_dict().items()}
     # One entry: safetensors writes several in random order, and equal weights must be equal files.
-    write_atomic(target, safetensors.torch.save(tensors, {"format": f"{FORMAT} {block_name(index)}"}))
+    write_atomic(
+        target, safetensors.torch.save(tensors, {"format": f"{FORMAT} {block_name(index)}"})
+    )
 
 
 def load_block(run: Run, config: Config, index: int, device: torch.device) -> Block:
@@ -156,12 +178,17 @@ def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None)
 
 def _digest(content: dict[str, Any]) -> str:
     """Of all that a manifest says; so a change is noticed that would only make it another model."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def write_model_card(run: Run, config: Config, result: dict[str, Any]) -> None:
     """model/README.md: what this model is, what it was trained on, how good it is, what it is not for."""
-    rows = "\n".join(f"| {name} | {value:.4f} | {value / math.log(2):.4f} |" for name, value in result["valid_ce"].items())
+    rows = "\n".join(
+        f"| {name} | {value:.4f} | {value / math.log(2):.4f} |"
+        for name, value in result["valid_ce"].items()
+    )
     corpus, sample = result["corpus"], result["sample"]
     text = "\n".join("    " + line for line in (sample["prompt"] + sample["text"]).splitlines())
     card = f"""# A BlockTrain model
@@ -195,7 +222,12 @@ def load_model(folder: Path, device: torch.device) -> Model:
     blocks = load_blocks(manifest, range(1, config.blocks + 1), device)
     fusion = blocks.pop(config.blocks) if config.compose == "fuse" else None
     weights = manifest.pool_weights
-    return Model(config, list(blocks.values()), fusion, None if weights is None else torch.tensor(weights, device=device))
+    return Model(
+        config,
+        list(blocks.values()),
+        fusion,
+        None if weights is None else torch.tensor(weights, device=device),
+    )
 
 
 @dataclass(frozen=True)
@@ -213,7 +245,9 @@ class Manifest:
     @property
     def model_hash(self) -> str:
         """One hash over all weights: equal exactly where every file is."""
-        return hashlib.sha256(json.dumps(self.files, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps(self.files, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -221,34 +255,54 @@ def read_manifest(folder: Path) -> Manifest:
     run = Run(folder)
     path = run.model / "config.json"
     if not path.is_file():
-        reason = "its training is not finished; continue with --resume" if (folder / "config.toml").is_file() else "it is not a run folder"
+        reason = (
+            "its training is not finished; continue with --resume"
+            if (folder / "config.toml").is_file()
+            else "it is not a run folder"
+        )
         raise RunError(f"{folder} has no finished model: {reason}")
     content = read_json(path)
-    if content.get("format") != FORMAT or not isinstance(content.get("settings"), dict) or not isinstance(content.get("files"), dict):
-        raise RunError(f"{path} is not a BlockTrain model of a format this version reads ({FORMAT})")
+    if (
+        content.get("format") != FORMAT
+        or not isinstance(content.get("settings"), dict)
+        or not isinstance(content.get("files"), dict)
+    ):
+        raise RunError(
+            f"{path} is not a BlockTrain model of a format this version reads ({FORMAT})"
+        )
     try:
         config = make_config(content["settings"])
     except ConfigError as error:
         raise RunError(f"{path} is damaged, or of another version of blocktrain: {error}") from None
     weights, data = content.get("pool_weights"), content.get("data")
     if content.get("fingerprint") != config.fingerprint:
-        raise RunError(f"{path} was changed, or is of another version of blocktrain: its settings are not those of its fingerprint")
+        raise RunError(
+            f"{path} was changed, or is of another version of blocktrain: its settings are not those of its fingerprint"
+        )
     if not isinstance(data, str) or not data:
         raise RunError(f"{path} is damaged: it does not say what the model was trained on")
     if weights is not None and not (
-        isinstance(weights, list) and len(weights) == config.independent and all(type(w) is float and math.isfinite(w) for w in weights)
+        isinstance(weights, list)
+        and len(weights) == config.independent
+        and all(type(w) is float and math.isfinite(w) for w in weights)
     ):
-        raise RunError(f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks")
+        raise RunError(
+            f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks"
+        )
     reference = content.get("reference")
     if reference is not None and not isinstance(reference, str):
-        raise RunError(f"{path} is damaged: reference must be the hash of the end-to-end model, or null")
+        raise RunError(
+            f"{path} is damaged: reference must be the hash of the end-to-end model, or null"
+        )
     said = content.pop("sha256", None)  # an early version wrote none
     if said is not None and said != _digest(content):
         raise RunError(f"{path} was changed; restore it, or train again")
     return Manifest(run, config, data, content["files"], weights, reference)
 
 
-def load_blocks(manifest: Manifest, numbers: Iterable[int], device: torch.device) -> dict[int, Block]:
+def load_blocks(
+    manifest: Manifest, numbers: Iterable[int], device: torch.device
+) -> dict[int, Block]:
     """Some blocks of a finished model, by number; their files are checked against the hashes before any is read."""
     numbers = list(numbers)
     for number in numbers:
@@ -268,8 +322,12 @@ def _check(manifest: Manifest, number: int) -> None:
     path = manifest.run.weights(number)
     if not path.is_file():
         raise RunError(f"{path} is missing; restore it or train again")
-    if file_sha256(path) != (manifest.reference if number == REFERENCE else manifest.files.get(path.name)):
-        raise RunError(f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}")
+    if file_sha256(path) != (
+        manifest.reference if number == REFERENCE else manifest.files.get(path.name)
+    ):
+        raise RunError(
+            f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}"
+        )
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -284,7 +342,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged, it is not JSON ({error}); restore it or train again") from None
+        raise RunError(
+            f"{path} is damaged, it is not JSON ({error}); restore it or train again"
+        ) from None
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it does not hold an object")
     return content

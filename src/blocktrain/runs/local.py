@@ -41,25 +41,49 @@ def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _:
         if "loss" in message:
             told(block, message["step"], message["loss"])
         if kind == "state_lost" and block == REFERENCE:
-            warn("what was saved of the reference is damaged: it is trained again from its beginning")
+            warn(
+                "what was saved of the reference is damaged: it is trained again from its beginning"
+            )
         elif kind == "state_lost":
-            warn(f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others")
+            warn(
+                f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others"
+            )
 
     with _coordinator(plan) as coordinator:  # which nobody else has open: the log is ours, too
         log = EventLog(plan.run.events)
         try:
-            log.write("start", fingerprint=plan.config.fingerprint, blocks=plan.config.blocks, steps=plan.config.steps)
-            jobs = [] if not plan.reference or _has_reference(plan, warn) else [Job(block_name(REFERENCE), train_reference, (plan,))]
+            log.write(
+                "start",
+                fingerprint=plan.config.fingerprint,
+                blocks=plan.config.blocks,
+                steps=plan.config.steps,
+            )
+            jobs = (
+                []
+                if not plan.reference or _has_reference(plan, warn)
+                else [Job(block_name(REFERENCE), train_reference, (plan,))]
+            )
             if coordinator.finished:
                 run_jobs(jobs, plan.slots, on_message)
             else:
                 token = secrets.token_urlsafe(24)
                 with running(coordinator, Listen(token=token)) as url:
-                    seat = Seat(url, token, plan.run.folder / "state", plan.config.device, plan.threads, plan.config.steps)
-                    workers = [Job(f"worker-{n}", work, (seat,)) for n in range(1, plan.config.blocks + 1)]  # one for each block
+                    seat = Seat(
+                        url,
+                        token,
+                        plan.run.folder / "state",
+                        plan.config.device,
+                        plan.threads,
+                        plan.config.steps,
+                    )
+                    workers = [
+                        Job(f"worker-{n}", work, (seat,)) for n in range(1, plan.config.blocks + 1)
+                    ]  # one for each block
                     run_jobs([*jobs, *workers], plan.slots, on_message)
             if not coordinator.finished:
-                raise RunError("the workers ended before the run was finished; continue with --resume")
+                raise RunError(
+                    "the workers ended before the run was finished; continue with --resume"
+                )
             _publish_all(plan, coordinator)
         finally:
             log.close()
@@ -88,11 +112,15 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
     try:
         if not coordinator.ready:
             prepare(plan.config, plan.source, state / "prepared")
-            coordinator.begin(plan.config, Policy.exact(TASK_STEPS), plan.source.spec, state / "prepared")
+            coordinator.begin(
+                plan.config, Policy.exact(TASK_STEPS), plan.source.spec, state / "prepared"
+            )
         shutil.rmtree(state / "prepared", ignore_errors=True)
         corpus = coordinator.manifest().corpus
         if plan.source.open().hashes != (corpus.train.sha256, corpus.valid.sha256):
-            raise RunError(f"{plan.source.spec} is not the text that this run began with: put that back, or start a new run")
+            raise RunError(
+                f"{plan.source.spec} is not the text that this run began with: put that back, or start a new run"
+            )
         folder = corpus_folder(state, corpus)
         folder.mkdir(parents=True, exist_ok=True)
         for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
@@ -105,6 +133,11 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
 
 def _publish_all(plan: Plan, coordinator: Coordinator) -> None:
     """The newest versions as the run's model; the fusion block reads those it was trained on, which are the last ones here."""
-    compose_run(plan.run, plan.config, coordinator.manifest().blocks, lambda blob: b"".join(coordinator.blob(blob.sha256)))
+    compose_run(
+        plan.run,
+        plan.config,
+        coordinator.manifest().blocks,
+        lambda blob: b"".join(coordinator.blob(blob.sha256)),
+    )
     shutil.rmtree(plan.run.folder / "state", ignore_errors=True)
     (plan.run.folder / "state").mkdir(exist_ok=True)

@@ -42,7 +42,9 @@ def work(channel: Channel, seat: Seat) -> None:
         worker = Worker(client, seat.cache, identity, machine, reporter.told, shared=True)
         worker.run(lambda: channel.stopped or reporter.deserted, lambda: reporter.done)
     if reporter.deserted:
-        raise RunError("the coordinator in the main process does not answer any more; continue with --resume")
+        raise RunError(
+            "the coordinator in the main process does not answer any more; continue with --resume"
+        )
 
 
 @dataclass
@@ -74,9 +76,20 @@ class Reporter:
             self.losses.append(fields["loss"])
             now = time.monotonic()
             if now - self.said > REPORT_SECONDS or fields["step"] == self.steps:
-                self.channel.send(kind="step", block=self.block, step=fields["step"], loss=sum(self.losses) / len(self.losses))
+                self.channel.send(
+                    kind="step",
+                    block=self.block,
+                    step=fields["step"],
+                    loss=sum(self.losses) / len(self.losses),
+                )
                 self.said, self.losses = now, []
         elif kind == "trained":
-            self.channel.send(kind="trained", block=self.block, step=fields["step"], seconds=round(fields["seconds"], 3), peak_mb=peak_mb())
+            self.channel.send(
+                kind="trained",
+                block=self.block,
+                step=fields["step"],
+                seconds=round(fields["seconds"], 3),
+                peak_mb=peak_mb(),
+            )
         elif kind == "accepted":
             self.done = fields["step"] == self.steps

@@ -20,14 +20,20 @@ def prepare(config: Config, source: Source, folder: Path) -> None:
     corpus = source.open()
     corpus.require(config.context)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "train.txt", (corpus.train, corpus.calibration))  # whoever opens it cuts the calibration part off again
+    _write(
+        folder / "train.txt", (corpus.train, corpus.calibration)
+    )  # whoever opens it cuts the calibration part off again
     _write(folder / "valid.txt", (corpus.valid,))
     for index in range(1, config.blocks + 1):
-        (folder / f"block-{index}.safetensors").write_bytes(pack(block_weights(build_block(config, index))))
+        (folder / f"block-{index}.safetensors").write_bytes(
+            pack(block_weights(build_block(config, index)))
+        )
 
 
 def _write(path: Path, parts: Iterable[Bytes]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # the source may be this very folder
+    partial = path.with_name(
+        f"{path.name}.{os.getpid()}.partial"
+    )  # the source may be this very folder
     with partial.open("wb") as out:
         for part in parts:
             for start in range(0, len(part), PIECE):

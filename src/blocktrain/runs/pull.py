@@ -41,7 +41,9 @@ def pull(client: Calls, out: Path, told: Told = lambda _: None) -> Chosen:
     verify(manifest, manifest.coordinator)
     config = make_config(dict(manifest.config))
     if config.fingerprint != manifest.fingerprint:
-        raise RunError("the run's settings mean something else to this version of blocktrain; install the coordinator's version")
+        raise RunError(
+            "the run's settings mean something else to this version of blocktrain; install the coordinator's version"
+        )
     chosen = choose_versions(client, manifest, config)
     run = create_run(out, config, str((out / "corpus").resolve()))
     for part in ("train", "valid"):
@@ -76,15 +78,21 @@ def choose_versions(client: Calls, manifest: Manifest, config: Config) -> Chosen
                 if body["block"] == config.blocks and config.compose == "fuse":
                     pins = tuple(_version(pin) for pin in body["features"])
     if last is None or last.seq < manifest.number:
-        raise Damaged("the ledger is shorter than the signed manifest says; pull from the coordinator itself")
+        raise Damaged(
+            "the ledger is shorter than the signed manifest says; pull from the coordinator itself"
+        )
     return Chosen({**newest, **{pin.block: pin for pin in pins}})
 
 
 def _version(body: dict[str, Any]) -> BlockVersion:
-    return BlockVersion(block=body["block"], version=body["version"], weights=Blob(**body["weights"]))
+    return BlockVersion(
+        block=body["block"], version=body["version"], weights=Blob(**body["weights"])
+    )
 
 
-def compose_run(run: Run, config: Config, versions: Iterable[BlockVersion], weights: Callable[[Blob], bytes]) -> None:
+def compose_run(
+    run: Run, config: Config, versions: Iterable[BlockVersion], weights: Callable[[Blob], bytes]
+) -> None:
     """Write the weights of every block into a run folder; what a fusion block copies from the others is made again here."""
     blocks = read_blocks(config, versions, lambda blob: unpack(weights(blob)))
     if config.compose == "fuse":

@@ -42,9 +42,21 @@ BLOCKS = ("#050501", "#050502", "#050503", "#050504", "#050505", "#050506")
 CSS = {INK: "currentColor", MUTED: "var(--muted)", RULE: "var(--rule)", ACCENT: "var(--accent)"} | {
     colour: f"var(--block-{n})" for n, colour in enumerate(BLOCKS, 1)
 }
-INKS = {"text.color": INK, "ytick.color": INK, "xtick.color": MUTED, "axes.labelcolor": MUTED, "grid.color": RULE}
+INKS = {
+    "text.color": INK,
+    "ytick.color": INK,
+    "xtick.color": MUTED,
+    "axes.labelcolor": MUTED,
+    "grid.color": RULE,
+}
 # Text stays text: it takes the page's type, and can be searched and read aloud.
-STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "blocktrain", "font.size": 12, "axes.axisbelow": True, **INKS}
+STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "blocktrain",
+    "font.size": 12,
+    "axes.axisbelow": True,
+    **INKS,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,11 @@ class _Facts:
         """A table of the result, by block."""
         found = _object(self.result.get(key))
         numbers = range(self.config.blocks + 1)
-        return {n: float(v) for n in numbers if _is_number(v := found.get(block_name(n))) and math.isfinite(v)}
+        return {
+            n: float(v)
+            for n in numbers
+            if _is_number(v := found.get(block_name(n))) and math.isfinite(v)
+        }
 
     @property
     def trained(self) -> list[int]:
@@ -78,7 +94,9 @@ class _Facts:
 
     def title(self, index: int) -> str:
         """A block's name in words."""
-        return block_name(index).replace("-", " ") + (" (fusion)" if index > self.config.independent else "")
+        return block_name(index).replace("-", " ") + (
+            " (fusion)" if index > self.config.independent else ""
+        )
 
 
 def write_report(folder: Path) -> Path:
@@ -89,7 +107,9 @@ def write_report(folder: Path) -> Path:
     with matplotlib.rc_context(STYLE):
         charts = [draw(facts) for draw in (_loss_chart, _ce_chart, _range_chart, _cost_chart)]
     name = folder.resolve().name
-    where = name if folder.is_absolute() or folder == Path() else str(folder)  # a page to pass on tells no one's home folder
+    where = (
+        name if folder.is_absolute() or folder == Path() else str(folder)
+    )  # a page to pass on tells no one's home folder
     sample = _object(facts.result.get("sample"))
     words = {
         "name": name,
@@ -103,7 +123,9 @@ def write_report(folder: Path) -> Path:
         else f" --data {shlex.quote(facts.data)}",  # a path of this machine goes without saying
         "fingerprint": facts.config.fingerprint,
     }
-    page = Template(resources.files("blocktrain.runs").joinpath("report.html").read_text(encoding="utf-8")).substitute(
+    page = Template(
+        resources.files("blocktrain.runs").joinpath("report.html").read_text(encoding="utf-8")
+    ).substitute(
         {key: html.escape(value) for key, value in words.items()},
         verdict=_verdict(facts),
         charts="\n".join(chart for chart in charts if chart),
@@ -112,7 +134,9 @@ def write_report(folder: Path) -> Path:
         settings=_settings_table(facts.config),
     )
     path = folder / "report.html"
-    write_atomic(path, page.encode("utf-8", "replace"))  # a lone surrogate in a sample is no reason to have no page
+    write_atomic(
+        path, page.encode("utf-8", "replace")
+    )  # a lone surrogate in a sample is no reason to have no page
     return path
 
 
@@ -120,15 +144,25 @@ def _gather(folder: Path) -> _Facts:
     run, config, data, _ = open_run(folder)
     path = folder / "result.json"
     if not path.exists():
-        raise RunError(f"{folder} has no result yet: its training is not finished; continue with --resume")
+        raise RunError(
+            f"{folder} has no result yet: its training is not finished; continue with --resume"
+        )
     result = read_json(path)
-    ce = {name: float(value) for name, value in _object(result.get("valid_ce")).items() if _is_number(value)}
+    ce = {
+        name: float(value)
+        for name, value in _object(result.get("valid_ce")).items()
+        if _is_number(value)
+    }
     if "composed" not in ce:
-        raise RunError(f"{path} is damaged: it holds no cross entropy of the composed model; delete it and continue with --resume")
+        raise RunError(
+            f"{path} is damaged: it holds no cross entropy of the composed model; delete it and continue with --resume"
+        )
     ranges = {
         n: (float(pair[0]), float(pair[1]))
         for n, pair in enumerate(_array(result.get("ranges")), 1)
-        if len(_array(pair)) == 2 and all(_is_number(edge) for edge in pair) and 0 < pair[0] < pair[1] < math.inf
+        if len(_array(pair)) == 2
+        and all(_is_number(edge) for edge in pair)
+        and 0 < pair[0] < pair[1] < math.inf
     }
     return _Facts(config, data, result, ce, _curves(read_events(run.events)), ranges)
 
@@ -138,7 +172,12 @@ def _curves(events: Iterable[Mapping[str, Any]]) -> dict[int, Curve]:
     curves: dict[int, Curve] = {}
     for event in events:
         block, step, loss = (event.get(key) for key in ("block", "step", "loss"))
-        if event.get("kind") != "step" or not isinstance(block, int) or not isinstance(step, int) or not _is_number(loss):
+        if (
+            event.get("kind") != "step"
+            or not isinstance(block, int)
+            or not isinstance(step, int)
+            or not _is_number(loss)
+        ):
             continue
         curve = curves.setdefault(block, [])
         while curve and curve[-1][0] >= step:
@@ -177,10 +216,14 @@ def _verdict(facts: _Facts) -> str:
     single = [v for n, v in facts.ce.items() if n.startswith("block_")]
     others = {
         "a single block on average": sum(single) / len(single) if single else math.nan,
-        "its path after the first block": facts.ce.get("euler_1", math.nan) if not single else math.nan,
+        "its path after the first block": facts.ce.get("euler_1", math.nan)
+        if not single
+        else math.nan,
         "the end-to-end reference of the same shape": facts.ce.get("reference", math.nan),
     }
-    compared = ", and ".join(_compared(composed, value, name) for name, value in others.items() if math.isfinite(value))
+    compared = ", and ".join(
+        _compared(composed, value, name) for name, value in others.items() if math.isfinite(value)
+    )
     needs = f"the composed model needs <strong>{composed:.3f} nats per byte</strong> ({composed / math.log(2):.3f} bits)"
     return f"On text it never saw, {needs}{': ' if compared else ''}{compared}."
 
@@ -196,9 +239,22 @@ def _compared(value: float, other: float, name: str) -> str:
 def _label(name: str, config: Config) -> str:
     """A predictor's name in words."""
     if numbered := NUMBERED.fullmatch(name):
-        return f"block {numbered[2]} alone" if numbered[1] == "block" else f"path after block {numbered[2]}"
-    known = {"fuse": "fusion block", "euler": "Euler path", "marginal": "mean of several paths", "reference": "end-to-end reference"}
-    return f"composed ({known.get(config.compose, config.compose)})" if name == "composed" else known.get(name, name.replace("_", " "))
+        return (
+            f"block {numbered[2]} alone"
+            if numbered[1] == "block"
+            else f"path after block {numbered[2]}"
+        )
+    known = {
+        "fuse": "fusion block",
+        "euler": "Euler path",
+        "marginal": "mean of several paths",
+        "reference": "end-to-end reference",
+    }
+    return (
+        f"composed ({known.get(config.compose, config.compose)})"
+        if name == "composed"
+        else known.get(name, name.replace("_", " "))
+    )
 
 
 def _short(number: float) -> str:
@@ -210,10 +266,19 @@ def _short(number: float) -> str:
 
 def _visible(text: str) -> str:
     """Control characters as their Unicode pictures: a model of bytes may write any, and a page must not swallow them."""
-    return "".join(chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else "\u2421" if c == "\x7f" else c for c in text)
+    return "".join(
+        chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else "\u2421" if c == "\x7f" else c
+        for c in text
+    )
 
 
-def _table(caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], kind: str, strong: int | None = None) -> str:
+def _table(
+    caption: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    kind: str,
+    strong: int | None = None,
+) -> str:
     """A table whose first cells name their rows; every cell is escaped here. `strong` is the row that matters most."""
     head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
     body = ""
@@ -230,7 +295,9 @@ def _ordered(facts: _Facts) -> list[str]:
 
     def rank(name: str) -> tuple[int, int]:
         numbered = NUMBERED.fullmatch(name)
-        return (int(numbered[1] == "euler"), int(numbered[2])) if numbered else (ranks.get(name, 4), 0)
+        return (
+            (int(numbered[1] == "euler"), int(numbered[2])) if numbered else (ranks.get(name, 4), 0)
+        )
 
     return sorted((name for name in facts.ce if name != facts.config.compose), key=rank)
 
@@ -240,15 +307,28 @@ def _ce_table(facts: _Facts) -> str:
     for name in names:
         nats = facts.ce[name]
         per_byte = perplexity(nats)
-        cells = (f"{nats:.4f}", f"{nats / math.log(2):.4f}", f"{per_byte:.4f}" if per_byte < 1e6 else f"{per_byte:.1e}")
-        rows.append((_label(name, facts.config), *(cells if math.isfinite(nats) else ("not finite", "", ""))))
+        cells = (
+            f"{nats:.4f}",
+            f"{nats / math.log(2):.4f}",
+            f"{per_byte:.4f}" if per_byte < 1e6 else f"{per_byte:.1e}",
+        )
+        rows.append(
+            (
+                _label(name, facts.config),
+                *(cells if math.isfinite(nats) else ("not finite", "", "")),
+            )
+        )
     header = ("", "nats/byte", "bits/byte", "perplexity")
-    return _table("Cross entropy on the valid split", header, rows, "numbers", names.index("composed"))
+    return _table(
+        "Cross entropy on the valid split", header, rows, "numbers", names.index("composed")
+    )
 
 
 def _block_table(facts: _Facts) -> str:
     """What each process was given and what it took; columns that no block has are left out."""
-    weights = {n: w for n, w in enumerate(_array(facts.result.get("pool_weights")), 1) if _is_number(w)}
+    weights = {
+        n: w for n, w in enumerate(_array(facts.result.get("pool_weights")), 1) if _is_number(w)
+    }
     columns = {
         "parameters": {n: f"{v:,.0f}" for n, v in facts.by_block("parameters").items()},
         "peak memory, MB": {n: f"{v:,.0f}" for n, v in facts.by_block("peak_mb").items()},
@@ -258,17 +338,25 @@ def _block_table(facts: _Facts) -> str:
         "last loss": {n: f"{curve[-1][1]:.4f}" for n, curve in facts.curves.items()},
     }
     shown = {title: cells for title, cells in columns.items() if cells}
-    rows = [(facts.title(n), *(cells.get(n, "–") for cells in shown.values())) for n in facts.trained]
+    rows = [
+        (facts.title(n), *(cells.get(n, "–") for cells in shown.values())) for n in facts.trained
+    ]
     return _table("Blocks, each trained in a process of its own", ("", *shown), rows, "numbers")
 
 
 def _settings_table(config: Config) -> str:
     values = config.model_dump()
     rows = [
-        (name, f"{values[name]}{'' if values[name] == field.default else ' *'}", field.description or "")
+        (
+            name,
+            f"{values[name]}{'' if values[name] == field.default else ' *'}",
+            field.description or "",
+        )
         for name, field in Config.model_fields.items()
     ]
-    return _table("An asterisk marks what is not the default.", ("setting", "value", "meaning"), rows, "words")
+    return _table(
+        "An asterisk marks what is not the default.", ("setting", "value", "meaning"), rows, "words"
+    )
 
 
 def _panels(rows: int, columns: int = 1, *, least: float = 0) -> list[Axes]:
@@ -290,11 +378,20 @@ def _panels(rows: int, columns: int = 1, *, least: float = 0) -> list[Axes]:
 def _chart(axes: Axes, name: str, title: str, note: str) -> str:
     """The figure as inline SVG, the same bytes for the same content, with its words beside it."""
     buffer, figure = io.StringIO(), cast("Figure", axes.figure)
-    figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", buffer.getvalue())  # two charts may hold the same shapes
+    figure.savefig(
+        buffer,
+        format="svg",
+        transparent=True,
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    )
+    svg = re.sub(
+        r'(id="|url\(#|href="#)', rf"\g<1>{name}-", buffer.getvalue()
+    )  # two charts may hold the same shapes
     for colour, variable in CSS.items():
         svg = svg.replace(colour, variable)
-    svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{html.escape(f"Chart: {title}. {note}")}"', 1)
+    svg = svg[svg.index("<svg") :].replace(
+        "<svg", f'<svg role="img" aria-label="{html.escape(f"Chart: {title}. {note}")}"', 1
+    )
     return f'<figure id="{name}"><figcaption><h3>{html.escape(title)}</h3>{html.escape(note)}</figcaption>{svg}</figure>'
 
 
@@ -308,12 +405,28 @@ def _loss_chart(facts: _Facts) -> str:
     labelled = _thinned(list(facts.curves), 8)
     for index, curve in facts.curves.items():
         steps, losses = _smooth(curve)
-        dashes = "--" if index == REFERENCE else "-." if len(BLOCKS) < index <= facts.config.independent else "-"
+        dashes = (
+            "--"
+            if index == REFERENCE
+            else "-."
+            if len(BLOCKS) < index <= facts.config.independent
+            else "-"
+        )
         label = facts.title(index) if index in labelled else None
-        axes.plot(steps, losses, dashes, color=facts.colour(index), linewidth=1.6, label=label, marker="o" if len(curve) == 1 else "")
+        axes.plot(
+            steps,
+            losses,
+            dashes,
+            color=facts.colour(index),
+            linewidth=1.6,
+            label=label,
+            marker="o" if len(curve) == 1 else "",
+        )
     low, high = axes.get_ylim()
     subs = (1, 2, 5) if high > 15 * low else (1, 1.5, 2, 3, 5, 7)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs) if high > 3 * low else MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(
+        LogLocator(subs=subs) if high > 3 * low else MaxNLocator(5, steps=[1, 2, 5, 10])
+    )
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
@@ -327,29 +440,52 @@ def _loss_chart(facts: _Facts) -> str:
 
 def _smooth(curve: Curve) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Means over stretches, then over neighbours; a loss of 0 is kept on the log axis."""
-    means = np.stack([part.mean(0) for part in np.array_split(np.array(curve), min(MOST_POINTS, len(curve)))])
+    means = np.stack(
+        [part.mean(0) for part in np.array_split(np.array(curve), min(MOST_POINTS, len(curve)))]
+    )
     reach = len(means) // 40
     padded = np.pad(means[:, 1], reach, mode="edge")
-    return means[:, 0], np.convolve(padded, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid").clip(1e-4)
+    return means[:, 0], np.convolve(
+        padded, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid"
+    ).clip(1e-4)
 
 
 def _ce_chart(facts: _Facts) -> str:
     finite = [name for name in _ordered(facts) if math.isfinite(facts.ce[name])]
-    names = [n for kind in ("block_", "euler_") for n in _thinned([f for f in finite if f.startswith(kind)], MOST_ROWS)]
+    names = [
+        n
+        for kind in ("block_", "euler_")
+        for n in _thinned([f for f in finite if f.startswith(kind)], MOST_ROWS)
+    ]
     names += [name for name in finite if not NUMBERED.fullmatch(name)]
     if not names:
         return ""
     (axes,) = _panels(len(names), least=TALL)
     for row, name in enumerate(names):
         numbered = NUMBERED.fullmatch(name)
-        colour = facts.colour(int(numbered[2])) if numbered else {"composed": ACCENT, "reference": INK}.get(name, MUTED)
+        colour = (
+            facts.colour(int(numbered[2]))
+            if numbered
+            else {"composed": ACCENT, "reference": INK}.get(name, MUTED)
+        )
         axes.plot(facts.ce[name], row, "o", color=colour, markersize=9 if name == "composed" else 7)
-        axes.annotate(f"{facts.ce[name]:.3f}", (facts.ce[name], row), (9, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{facts.ce[name]:.3f}",
+            (facts.ce[name], row),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+        )
     axes.axvline(facts.ce["composed"], color=ACCENT, linewidth=0.8, zorder=0)
     axes.set_yticks(range(len(names)), [_label(name, facts.config) for name in names])
     axes.margins(x=0.2)
     axes.locator_params(axis="x", nbins=5)
-    return _chart(axes, "ce", "Cross entropy on text never seen", "Nats per byte on the valid split; further left is better.")
+    return _chart(
+        axes,
+        "ce",
+        "Cross entropy on text never seen",
+        "Nats per byte on the valid split; further left is better.",
+    )
 
 
 def _range_chart(facts: _Facts) -> str:
@@ -367,21 +503,44 @@ def _range_chart(facts: _Facts) -> str:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(blocks)), [facts.title(n) for n in blocks])
-    return _chart(axes, "ranges", "Noise levels of the blocks", "Range of sigma that each block learns to denoise; log axis.")
+    return _chart(
+        axes,
+        "ranges",
+        "Noise levels of the blocks",
+        "Range of sigma that each block learns to denoise; log axis.",
+    )
 
 
 def _cost_chart(facts: _Facts) -> str:
     memory, parameters = facts.by_block("peak_mb"), facts.by_block("parameters")
     note = "interpreter and libraries included"
     if facts.ranges:  # an even number of charts fills the page
-        return _bars(facts, "cost", "What each process took", f"Peak resident memory, {note}.", {"MB": memory, "parameters": parameters})
-    peak = _bars(facts, "memory", "Memory of each process", f"Peak resident MB, {note}.", {"": memory})
-    return peak + _bars(facts, "parameters", "Parameters of each block", "Numbers that are learned.", {"": parameters})
+        return _bars(
+            facts,
+            "cost",
+            "What each process took",
+            f"Peak resident memory, {note}.",
+            {"MB": memory, "parameters": parameters},
+        )
+    peak = _bars(
+        facts, "memory", "Memory of each process", f"Peak resident MB, {note}.", {"": memory}
+    )
+    return peak + _bars(
+        facts,
+        "parameters",
+        "Parameters of each block",
+        "Numbers that are learned.",
+        {"": parameters},
+    )
 
 
-def _bars(facts: _Facts, name: str, title: str, note: str, tables: Mapping[str, Mapping[int, float]]) -> str:
+def _bars(
+    facts: _Facts, name: str, title: str, note: str, tables: Mapping[str, Mapping[int, float]]
+) -> str:
     """Bars from zero, a row per block, a panel per table."""
-    blocks = _thinned([n for n in facts.trained if any(n in values for values in tables.values())], MOST_ROWS)
+    blocks = _thinned(
+        [n for n in facts.trained if any(n in values for values in tables.values())], MOST_ROWS
+    )
     if not blocks:
         return ""
     panels = _panels(len(blocks), len(tables))
@@ -389,12 +548,24 @@ def _bars(facts: _Facts, name: str, title: str, note: str, tables: Mapping[str, 
         for row, n in enumerate(blocks):
             if n in values:
                 axes.barh(row, values[n], height=0.42, color=facts.colour(n))
-                axes.annotate(_short(values[n]), (values[n], row), (5, 0), textcoords="offset points", va="center")
-        axes.set(xlabel=unit, xticks=[], xlim=(0, (1 + 0.2 * len(tables)) * max([*values.values(), 1e-9])))
+                axes.annotate(
+                    _short(values[n]),
+                    (values[n], row),
+                    (5, 0),
+                    textcoords="offset points",
+                    va="center",
+                )
+        axes.set(
+            xlabel=unit,
+            xticks=[],
+            xlim=(0, (1 + 0.2 * len(tables)) * max([*values.values(), 1e-9])),
+        )
     panels[0].set_yticks(range(len(blocks)), [facts.title(n) for n in blocks])
     return _chart(panels[0], name, title, note)
 
 
 def _thinned(items: Sequence[Any], most: int) -> list[Any]:
     """First, last, and evenly between them."""
-    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
+    return [
+        items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    ]

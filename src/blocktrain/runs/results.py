@@ -79,7 +79,9 @@ def train_reference(channel: Channel, plan: Plan) -> None:
         if now - saved > CHECKPOINT_SECONDS:
             trainer.save(state)
             saved = now
-    channel.send(kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb())
+    channel.send(
+        kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb()
+    )
     publish(plan.run, REFERENCE, trainer.block)
     state.unlink(missing_ok=True)
 
@@ -106,20 +108,31 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     return result
 
 
-def fit_and_seal(run: Run, config: Config, data: str, calibration: Bytes, device: torch.device | None = None) -> None:
+def fit_and_seal(
+    run: Run, config: Config, data: str, calibration: Bytes, device: torch.device | None = None
+) -> None:
     """Fit the pool where blocks predict without noise, and declare the model of a run folder complete."""
     weights = None
     if config.skip == "exact" or config.objective == "next":
-        blocks = [load_block(run, config, n, device or torch.device("cpu")) for n in range(1, config.independent + 1)]
+        blocks = [
+            load_block(run, config, n, device or torch.device("cpu"))
+            for n in range(1, config.independent + 1)
+        ]
         weights = fit_pool_weights(Model(config, blocks), calibration)
     seal(run, config, data, weights)
 
 
-def evaluate_run(folder: Path, model: Model, split: Bytes, *, draws: int, progress: Progress) -> dict[str, float]:
+def evaluate_run(
+    folder: Path, model: Model, split: Bytes, *, draws: int, progress: Progress
+) -> dict[str, float]:
     """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
     reference = load_reference(read_manifest(folder), model.device)
     ce = evaluate(model, split, seed=model.config.seed, draws=draws, progress=progress)
-    return ce if reference is None else {**ce, "reference": evaluate_alone(reference, split, model.config.context)}
+    return (
+        ce
+        if reference is None
+        else {**ce, "reference": evaluate_alone(reference, split, model.config.context)}
+    )
 
 
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
@@ -129,17 +142,47 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     prompt = bytes(corpus.valid[: config.context // 2])
     sampler = Sampler(config.seed, temperature=0.8)
     with one_thread():
-        written = list(autoregressive(model.scorer(seed=config.seed), prompt, SAMPLE_BYTES, config.context, sampler, model.device))
+        written = list(
+            autoregressive(
+                model.scorer(seed=config.seed),
+                prompt,
+                SAMPLE_BYTES,
+                config.context,
+                sampler,
+                model.device,
+            )
+        )
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
-        "corpus": {"name": corpus.name, "train_bytes": len(corpus.train), "valid_bytes": len(corpus.valid)},
-        "parameters": {block_name(n): _parameters(plan, n) for n in range(config.blocks + 1) if plan.run.weights(n).exists()},
-        "pool_weights": None if model.pool_weights is None else [round(float(w), 4) for w in model.pool_weights],
-        "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)] if config.objective == "denoise" else None,
-        "seconds": {block_name(n): round(sum(seconds for seconds, _ in done), 1) for n, done in sorted(work.items())},
-        "peak_mb": {block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())},
-        "sample": {"prompt": prompt.decode("utf-8", "replace"), "text": bytes(written).decode("utf-8", "replace"), "temperature": 0.8},
+        "corpus": {
+            "name": corpus.name,
+            "train_bytes": len(corpus.train),
+            "valid_bytes": len(corpus.valid),
+        },
+        "parameters": {
+            block_name(n): _parameters(plan, n)
+            for n in range(config.blocks + 1)
+            if plan.run.weights(n).exists()
+        },
+        "pool_weights": None
+        if model.pool_weights is None
+        else [round(float(w), 4) for w in model.pool_weights],
+        "ranges": [list(r) for r in noise_levels(config).ranges(config.blocks, config.gamma)]
+        if config.objective == "denoise"
+        else None,
+        "seconds": {
+            block_name(n): round(sum(seconds for seconds, _ in done), 1)
+            for n, done in sorted(work.items())
+        },
+        "peak_mb": {
+            block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())
+        },
+        "sample": {
+            "prompt": prompt.decode("utf-8", "replace"),
+            "text": bytes(written).decode("utf-8", "replace"),
+            "temperature": 0.8,
+        },
     }
 
 
@@ -148,11 +191,21 @@ def _work_done(run: Run) -> dict[int, list[tuple[float, float]]]:
     found: dict[int, list[tuple[float, float]]] = {}
     for event in read_events(run.events):
         match event:
-            case {"kind": "trained", "block": int(block), "seconds": int() | float() as seconds, "peak_mb": int() | float() as peak}:
-                before = [] if block == REFERENCE else found.get(block, [])  # the reference tells of all its steps at once
+            case {
+                "kind": "trained",
+                "block": int(block),
+                "seconds": int() | float() as seconds,
+                "peak_mb": int() | float() as peak,
+            }:
+                before = (
+                    [] if block == REFERENCE else found.get(block, [])
+                )  # the reference tells of all its steps at once
                 found[block] = [*before, (seconds, peak)]
     return found
 
 
 def _parameters(plan: Plan, index: int) -> int:
-    return sum(p.numel() for p in load_block(plan.run, plan.config, index, torch.device("cpu")).parameters())
+    return sum(
+        p.numel()
+        for p in load_block(plan.run, plan.config, index, torch.device("cpu")).parameters()
+    )

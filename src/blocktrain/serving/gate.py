@@ -37,11 +37,21 @@ class Keys:
             return
         kind, _, given = authorization.partition(" ")
         if not given.strip():
-            raise ApiError(401, "this server wants an API key: send it as `Authorization: Bearer KEY`", "missing_api_key")
+            raise ApiError(
+                401,
+                "this server wants an API key: send it as `Authorization: Bearer KEY`",
+                "missing_api_key",
+            )
         mine = _digest(given.strip())
         # All of them, whatever fits: the time that it takes tells nothing.
-        if kind.lower() != "bearer" or not sum(hmac.compare_digest(mine, known) for known in self.digests):
-            raise ApiError(401, "this is none of the API keys of this server: ask its operator for one", "invalid_api_key")
+        if kind.lower() != "bearer" or not sum(
+            hmac.compare_digest(mine, known) for known in self.digests
+        ):
+            raise ApiError(
+                401,
+                "this is none of the API keys of this server: ask its operator for one",
+                "invalid_api_key",
+            )
 
 
 def _digest(key: str) -> bytes:
@@ -57,10 +67,14 @@ def read_keys(path: Path) -> Keys:
         raise IdentityError(f"cannot read the API keys in {path}: {reason}") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not 1 <= len(keys) <= MOST_KEYS:
-        raise IdentityError(f"{path} holds {len(keys)} API keys; put at least one there and at most {MOST_KEYS}, one a line")
+        raise IdentityError(
+            f"{path} holds {len(keys)} API keys; put at least one there and at most {MOST_KEYS}, one a line"
+        )
     for number, key in enumerate(keys, 1):
         if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            raise IdentityError(f"key {number} in {path} is not {LEAST_KEY} or more printable ASCII characters without spaces")
+            raise IdentityError(
+                f"key {number} in {path} is not {LEAST_KEY} or more printable ASCII characters without spaces"
+            )
     return Keys(frozenset(map(_digest, keys)))
 
 
@@ -72,7 +86,11 @@ def check_name(host: str) -> None:
         ipaddress.ip_address(name)
     except ValueError:
         if name != "localhost" and not name.endswith(".localhost"):
-            raise ApiError(421, "without API keys this server is called localhost or by its address only", "wrong_host") from None
+            raise ApiError(
+                421,
+                "without API keys this server is called localhost or by its address only",
+                "wrong_host",
+            ) from None
 
 
 @dataclass
@@ -85,7 +103,9 @@ class Reading:
     def one(self, address: str) -> Iterator[None]:
         """While one is being received."""
         if self.count.total() >= MAX_READING or self.count[address] >= MAX_FROM_ONE:
-            raise ApiError(429, "too many requests are being received: try again", "busy", retry_after=1)
+            raise ApiError(
+                429, "too many requests are being received: try again", "busy", retry_after=1
+            )
         self.count[address] += 1
         try:
             yield
@@ -128,6 +148,8 @@ class Places:
 
     def _busy(self) -> ApiError:
         """When all who wait now will have been answered, about."""
-        again = min(LONGEST_RETRY, max(1, math.ceil(self._seconds * (self.waiting + 1) / self.most)))
+        again = min(
+            LONGEST_RETRY, max(1, math.ceil(self._seconds * (self.waiting + 1) / self.most))
+        )
         said = f"every place is taken and {self.waiting} wait: try again in {again} s"
         return ApiError(429, said, "busy", retry_after=again)

@@ -81,7 +81,10 @@ class FanBlocks:
     def __init__(self, config: Config, blocks: dict[int, Block], model: str) -> None:
         self.facts = _facts(config, "blocks", blocks, model)
         self.blocks = {number: _frozen(blocks[number]) for number in self.facts.blocks}
-        self._noise = {n: middle_noise(config, n, b.embed.device) if b.skip == "exact" else None for n, b in self.blocks.items()}
+        self._noise = {
+            n: middle_noise(config, n, b.embed.device) if b.skip == "exact" else None
+            for n, b in self.blocks.items()
+        }
 
     def answer_width(self) -> int:
         """The features of a position."""
@@ -101,10 +104,14 @@ class FanBlocks:
             ids, caches = [parts[i].ids for i in asked], [parts[i].memory[number] for i in asked]
             _truncate(caches, [parts[i].start for i in asked])
             sizes = [tokens.shape[1] for tokens in ids]
-            x = ragged.through_layers(block, ragged.embed(block, ids, caches, self._noise[number]), sizes, caches)
+            x = ragged.through_layers(
+                block, ragged.embed(block, ids, caches, self._noise[number]), sizes, caches
+            )
             for i, rows in zip(asked, x.split(sizes, dim=1), strict=True):
                 found[i].append(rows)
-        return [_last(torch.cat(rows), part.wanted) for rows, part in zip(found, parts, strict=True)]
+        return [
+            _last(torch.cat(rows), part.wanted) for rows, part in zip(found, parts, strict=True)
+        ]
 
 
 class ReferenceLayers:
@@ -113,7 +120,9 @@ class ReferenceLayers:
     topology: Topology = "ring"
     in_pieces = remembers = True
 
-    def __init__(self, config: Config, reference: Block, numbers: Iterable[int], model: str) -> None:
+    def __init__(
+        self, config: Config, reference: Block, numbers: Iterable[int], model: str
+    ) -> None:
         self.facts = _facts(config, "reference", numbers, model)
         _require_neighbours(self.facts.blocks)
         first, last = self.facts.blocks[0], self.facts.blocks[-1]
@@ -145,7 +154,9 @@ class ReferenceLayers:
         if not self.last:
             return wanted
         x = torch.cat(wanted, dim=1)
-        logits = self.block(x) if x.shape[1] else x.new_zeros(1, 0, VOCABULARY)  # of a long RUN's first piece nothing may be wanted
+        logits = (
+            self.block(x) if x.shape[1] else x.new_zeros(1, 0, VOCABULARY)
+        )  # of a long RUN's first piece nothing may be wanted
         return list(logits.split([part.wanted for part in parts], dim=1))
 
 
@@ -181,21 +192,31 @@ class EulerSteps:
             raise ValueError("a step of the path needs z")
         z, logits = part.state, part.state
         for number, block in self.blocks.items():
-            logits, z = euler_hop(self.config, number, block, self.table, part.ids, z, tail=part.tail)
+            logits, z = euler_hop(
+                self.config, number, block, self.table, part.ids, z, tail=part.tail
+            )
         return _last(logits if self.last else z, part.wanted)
 
 
-def load_holding(folder: Path, numbers: Sequence[int], device: torch.device, *, reference: bool = False) -> Holding:
+def load_holding(
+    folder: Path, numbers: Sequence[int], device: torch.device, *, reference: bool = False
+) -> Holding:
     """The blocks of a run that a stage serves; only their files are read, and checked against the model's hashes."""
     manifest = read_manifest(folder)
     config = manifest.config
-    numbers = tuple(numbers) or tuple(range(1, (config.blocks if reference else config.independent) + 1))
+    numbers = tuple(numbers) or tuple(
+        range(1, (config.blocks if reference else config.independent) + 1)
+    )
     _require_known(config, numbers, reference=reference)
     if reference:
         path = manifest.run.weights(REFERENCE)
         if not path.is_file():
-            raise ConfigError(f"{folder} has no end-to-end reference; train one with: blocktrain train --reference")
-        return ReferenceLayers(config, load_block(manifest.run, config, REFERENCE, device), numbers, file_sha256(path))
+            raise ConfigError(
+                f"{folder} has no end-to-end reference; train one with: blocktrain train --reference"
+            )
+        return ReferenceLayers(
+            config, load_block(manifest.run, config, REFERENCE, device), numbers, file_sha256(path)
+        )
     make = EulerSteps if config.compose == "euler" else FanBlocks
     return make(config, load_blocks(manifest, numbers, device), manifest.model_hash)
 
@@ -207,7 +228,9 @@ def parse_blocks(text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
         low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if not 1 <= low <= high:
-            raise ConfigError(f"--blocks {text!r} is no list of blocks, for example 2 or 2-3 or 1,3")
+            raise ConfigError(
+                f"--blocks {text!r} is no list of blocks, for example 2 or 2-3 or 1,3"
+            )
         numbers |= set(range(low, high + 1))
     return tuple(sorted(numbers))
 
@@ -216,18 +239,32 @@ def _require_known(config: Config, numbers: Sequence[int], *, reference: bool) -
     most = config.blocks if reference else config.independent
     wrong = [n for n in numbers if n > most]
     if wrong and config.compose == "fuse" and not reference and wrong == [config.blocks]:
-        raise ConfigError(f"block {wrong[0]} is the fusion block, which the entry holds; serve some of 1 to {most}")
+        raise ConfigError(
+            f"block {wrong[0]} is the fusion block, which the entry holds; serve some of 1 to {most}"
+        )
     if wrong:
         raise ConfigError(f"this model has no block {wrong[0]} to serve; choose from 1 to {most}")
 
 
 def _require_neighbours(numbers: tuple[int, ...]) -> None:
     if numbers != tuple(range(numbers[0], numbers[-1] + 1)):
-        raise ConfigError(f"a ring passes from block to block: serve neighbours, not {','.join(map(str, numbers))}")
+        raise ConfigError(
+            f"a ring passes from block to block: serve neighbours, not {','.join(map(str, numbers))}"
+        )
 
 
-def _facts(config: Config, kind: Literal["blocks", "reference"], numbers: Iterable[int], model: str) -> Facts:
-    return Facts(kind, tuple(sorted(numbers)), config.width, config.context, config.z_width, config.fingerprint, model)
+def _facts(
+    config: Config, kind: Literal["blocks", "reference"], numbers: Iterable[int], model: str
+) -> Facts:
+    return Facts(
+        kind,
+        tuple(sorted(numbers)),
+        config.width,
+        config.context,
+        config.z_width,
+        config.fingerprint,
+        model,
+    )
 
 
 def _frozen(block: Block) -> Block:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -31,13 +37,23 @@ class Metrics:
 
     def __init__(self, status: Callable[[], dict[str, Any]], places: Places) -> None:
         self._registry = CollectorRegistry()
-        self._requests = self._counter("http_requests", "Answers; status 499 is for those who hung up.", "route", "status")
-        self._request_seconds = self._histogram("http_request_seconds", "From a request to the end of its answer.", SECONDS, "route")
+        self._requests = self._counter(
+            "http_requests", "Answers; status 499 is for those who hung up.", "route", "status"
+        )
+        self._request_seconds = self._histogram(
+            "http_request_seconds", "From a request to the end of its answer.", SECONDS, "route"
+        )
         self._left = self._counter("cancelled", "Answers that nobody waited for any more.")
         self._failed = self._counter("failed", "Streams that ended with an error.", "code")
-        self._answers = self._counter("answers", "Choices that were written, by how.", "mode", "finish")
-        self._first = self._histogram("first_byte_seconds", "From the request to the first byte of text.", SECONDS, "mode")
-        self._per_sweep = self._histogram("accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP)
+        self._answers = self._counter(
+            "answers", "Choices that were written, by how.", "mode", "finish"
+        )
+        self._first = self._histogram(
+            "first_byte_seconds", "From the request to the first byte of text.", SECONDS, "mode"
+        )
+        self._per_sweep = self._histogram(
+            "accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP
+        )
         self._counted = {name: self._counter(name, text) for name, text in _COUNTED}
         self._registry.register(_Now(status, places))
         ProcessCollector(registry=self._registry)
@@ -45,8 +61,12 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"blocktrain_{name}", text, labels, registry=self._registry)
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"blocktrain_{name}", text, labels, buckets=bounds, registry=self._registry)
+    def _histogram(
+        self, name: str, text: str, bounds: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(
+            f"blocktrain_{name}", text, labels, buckets=bounds, registry=self._registry
+        )
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """Count an answer."""
@@ -92,9 +112,15 @@ class _Now(Collector):
     def collect(self) -> Iterator[Metric]:
         """Places and hosts as they are now."""
         status = self._status()
-        yield GaugeMetricFamily("blocktrain_requests_running", "Requests that are being answered.", self._places.running)
-        yield GaugeMetricFamily("blocktrain_requests_waiting", "Requests that wait for a place.", self._places.waiting)
-        yield GaugeMetricFamily("blocktrain_sessions", "Open sessions of the entry.", status["sessions"])
+        yield GaugeMetricFamily(
+            "blocktrain_requests_running", "Requests that are being answered.", self._places.running
+        )
+        yield GaugeMetricFamily(
+            "blocktrain_requests_waiting", "Requests that wait for a place.", self._places.waiting
+        )
+        yield GaugeMetricFamily(
+            "blocktrain_sessions", "Open sessions of the entry.", status["sessions"]
+        )
         for name, kind, text, read in _OF_A_HOST:
             family = kind(f"blocktrain_host_{name}", text, labels=("host",))
             for host in status["hosts"]:
@@ -102,12 +128,32 @@ class _Now(Collector):
             yield family
 
 
-_OF_A_HOST: tuple[tuple[str, type[GaugeMetricFamily | CounterMetricFamily], str, Callable[[dict[str, Any]], float]], ...] = (
-    ("alive", GaugeMetricFamily, "Whether the line to it stands.", lambda host: float(host["alive"])),
-    ("round_trip_seconds", GaugeMetricFamily, "Smoothed round trip.", lambda host: host["rtt_ms"] / 1000),
+_OF_A_HOST: tuple[
+    tuple[
+        str, type[GaugeMetricFamily | CounterMetricFamily], str, Callable[[dict[str, Any]], float]
+    ],
+    ...,
+] = (
+    (
+        "alive",
+        GaugeMetricFamily,
+        "Whether the line to it stands.",
+        lambda host: float(host["alive"]),
+    ),
+    (
+        "round_trip_seconds",
+        GaugeMetricFamily,
+        "Smoothed round trip.",
+        lambda host: host["rtt_ms"] / 1000,
+    ),
     ("queue", GaugeMetricFamily, "Work that waits there.", lambda host: host["queue"]),
     ("blocks", GaugeMetricFamily, "Blocks that it holds.", lambda host: len(host["blocks"])),
-    ("failures", CounterMetricFamily, "Times that the line was lost.", lambda host: host["failures"]),
+    (
+        "failures",
+        CounterMetricFamily,
+        "Times that the line was lost.",
+        lambda host: host["failures"],
+    ),
     ("bytes_in", CounterMetricFamily, "Bytes from it.", lambda host: host["bytes_in"]),
     ("bytes_out", CounterMetricFamily, "Bytes to it.", lambda host: host["bytes_out"]),
 )

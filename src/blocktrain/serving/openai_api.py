@@ -31,9 +31,15 @@ from blocktrain.serving.page import page
 from blocktrain.web.server import body_seconds
 
 MAX_BODY = 1 << 20
-ALIVE_SECONDS = 10.0  # without text a comment is sent, so that nobody in between takes the line for dead
+ALIVE_SECONDS = (
+    10.0  # without text a comment is sent, so that nobody in between takes the line for dead
+)
 AHEAD = 16  # pieces that are written before a slow reader has them
-STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+STREAM_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+    "X-Content-Type-Options": "nosniff",
+}
 
 Handler = Callable[[Request, Send], Awaitable[Response | None]]
 
@@ -63,7 +69,9 @@ def build_app(entry: Entry, rules: Rules) -> Starlette:
         api.route("GET", "/", page, anyone=True),
         api.route("GET", "/page/{name}", page, anyone=True),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _nowhere, Exception: _broken})
+    return Starlette(
+        routes=routes, exception_handlers={HTTPException: _nowhere, Exception: _broken}
+    )
 
 
 class _Api:
@@ -89,7 +97,9 @@ class _Api:
         """GET /healthz: whether an answer can be had now, and the blocks that nobody holds; needs no key."""
         missing = missing_blocks(self.entry.status())
         able = not missing or (self.entry.fan and self.rules.defaults.allow_degraded)
-        return JSONResponse({"ok": able, "model": self.rules.model, "missing_blocks": missing}, 200 if able else 503)
+        return JSONResponse(
+            {"ok": able, "model": self.rules.model, "missing_blocks": missing}, 200 if able else 503
+        )
 
     async def models(self, _: Request, __: Send) -> Response:
         """GET /v1/models."""
@@ -99,19 +109,46 @@ class _Api:
         """GET /v1/models/{model}."""
         name = request.path_params["model"]
         if name != self.rules.model:
-            raise ApiError(404, f"there is no model {name[:256]!r} here, only {self.rules.model!r}", "model_not_found", param="model")
+            raise ApiError(
+                404,
+                f"there is no model {name[:256]!r} here, only {self.rules.model!r}",
+                "model_not_found",
+                param="model",
+            )
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.rules.model, "object": "model", "created": int(self.began), "owned_by": "blocktrain"}
+        return {
+            "id": self.rules.model,
+            "object": "model",
+            "created": int(self.began),
+            "owned_by": "blocktrain",
+        }
 
     async def status(self, _: Request, __: Send) -> Response:
         """GET /v1/status: the entry, its hosts, and who is being answered."""
         places = self.places
-        requests = {"running": places.running, "waiting": places.waiting, "most": places.most, "queue": places.queue}
-        limits = {"max_tokens": m.MAX_TOKENS, "n": m.MAX_CHOICES, "sweeps": m.MAX_SWEEPS, "body_bytes": MAX_BODY}
-        mine = {"id": self.rules.model, "requests": requests, "defaults": asdict(self.rules.defaults), "limits": limits}
-        return JSONResponse({**self.entry.status(), **mine, "up_seconds": round(time.time() - self.began, 3)})
+        requests = {
+            "running": places.running,
+            "waiting": places.waiting,
+            "most": places.most,
+            "queue": places.queue,
+        }
+        limits = {
+            "max_tokens": m.MAX_TOKENS,
+            "n": m.MAX_CHOICES,
+            "sweeps": m.MAX_SWEEPS,
+            "body_bytes": MAX_BODY,
+        }
+        mine = {
+            "id": self.rules.model,
+            "requests": requests,
+            "defaults": asdict(self.rules.defaults),
+            "limits": limits,
+        }
+        return JSONResponse(
+            {**self.entry.status(), **mine, "up_seconds": round(time.time() - self.began, 3)}
+        )
 
     async def read_metrics(self, _: Request, __: Send) -> Response:
         """GET /metrics."""
@@ -119,7 +156,9 @@ class _Api:
 
     async def completions(self, request: Request, send: Send) -> Response | None:
         """POST /v1/completions."""
-        order = m.asked(m.read_completion(await self._body(request)), self.rules.model, self.rules.defaults)
+        order = m.asked(
+            m.read_completion(await self._body(request)), self.rules.model, self.rules.defaults
+        )
         return await _while_connected(request.receive, self._write(order, send), self.metrics.left)
 
     async def _body(self, request: Request) -> bytes:
@@ -132,7 +171,11 @@ class _Api:
                     async for part in request.stream():
                         parts.append(part)
             except TimeoutError:
-                raise ApiError(408, f"{sum(map(len, parts))} of {length} bytes came in time: send faster", "too_slow") from None
+                raise ApiError(
+                    408,
+                    f"{sum(map(len, parts))} of {length} bytes came in time: send faster",
+                    "too_slow",
+                ) from None
         return b"".join(parts)
 
     async def _write(self, order: Asked, send: Send) -> Response | None:
@@ -140,7 +183,9 @@ class _Api:
         async with self.places.one(), aclosing(_pieces(self.entry, order)) as pieces:
             writings = [Writing(index) for index in range(len(order.requests))]
             try:
-                first = await anext(pieces)  # what cannot be begun is refused with a status, also in a stream
+                first = await anext(
+                    pieces
+                )  # what cannot be begun is refused with a status, also in a stream
                 if order.stream:
                     await self._stream(order, writings, first, pieces, send)
                     return None
@@ -152,7 +197,14 @@ class _Api:
                 for writing in writings:
                     self.metrics.written(writing)
 
-    async def _stream(self, order: Asked, writings: list[Writing], first: _Numbered, pieces: AsyncGenerator[_Numbered], send: Send) -> None:
+    async def _stream(
+        self,
+        order: Asked,
+        writings: list[Writing],
+        first: _Numbered,
+        pieces: AsyncGenerator[_Numbered],
+        send: Send,
+    ) -> None:
         start = Response(headers=STREAM_HEADERS, media_type="text/event-stream")
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -178,7 +230,10 @@ def missing_blocks(status: dict[str, Any]) -> list[int]:
     model, hosts = status["model"], status["hosts"]
     if not hosts:
         return []
-    held = {*model["local_blocks"], *(block for host in hosts if host["alive"] for block in host["blocks"])}
+    held = {
+        *model["local_blocks"],
+        *(block for host in hosts if host["alive"] for block in host["blocks"]),
+    }
     last = model["blocks"] - (model["compose"] == "fuse")  # the fusion block is always the entry's
     return [block for block in range(1, last + 1) if block not in held]
 
@@ -208,7 +263,9 @@ async def _pieces(entry: Entry, order: Asked) -> AsyncGenerator[_Numbered]:
         try:
             async with aclosing(entry.generate(order.requests[index])) as pieces:
                 async for piece in pieces:
-                    await arrived.put((index, replace(piece, stats=replace(piece.stats))))  # as it is now, not when it is sent
+                    await arrived.put(
+                        (index, replace(piece, stats=replace(piece.stats)))
+                    )  # as it is now, not when it is sent
             await arrived.put(None)
         except Exception as error:
             await arrived.put(error)
@@ -235,7 +292,9 @@ async def _pieces(entry: Entry, order: Asked) -> AsyncGenerator[_Numbered]:
         await asyncio.gather(*pumps, return_exceptions=True)  # sessions are free when this returns
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, Response | None], left: Callable[[], None]) -> Response | None:
+async def _while_connected(
+    receive: Receive, work: Coroutine[Any, Any, Response | None], left: Callable[[], None]
+) -> Response | None:
     """The work, given up when the other side hangs up."""
 
     async def hung_up() -> None:
@@ -310,7 +369,9 @@ async def _nowhere(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/v1/chat"):
         said += ": this model completes text; use /v1/completions"
     response = _refusal(ApiError(status, said, "not_found"))
-    response.headers.update((error.headers if isinstance(error, HTTPException) else None) or {})  # Allow
+    response.headers.update(
+        (error.headers if isinstance(error, HTTPException) else None) or {}
+    )  # Allow
     return response
 
 
@@ -320,7 +381,10 @@ async def _broken(_: Request, __: Exception) -> Response:
 
 def _announced(request: Request) -> int:
     """The length of a body that may be read."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "send the body without Content-Encoding", "wrong_encoding")
@@ -328,5 +392,7 @@ def _announced(request: Request) -> int:
     if not announced.isascii() or not announced.isdecimal() or len(announced) > 15:
         raise ApiError(411, "send a Content-Length", "length_required")
     if int(announced) > MAX_BODY:
-        raise ApiError(413, f"a body of {announced} bytes is too large, {MAX_BODY} are allowed", "too_large")
+        raise ApiError(
+            413, f"a body of {announced} bytes is too large, {MAX_BODY} are allowed", "too_large"
+        )
     return int(announced)

@@ -22,7 +22,10 @@ MAX_SWEEPS = 64
 MAX_STOPS = 4
 MAX_STOP_BYTES = 256
 MAX_SEED = (1 << 63) - 1
-DEFAULT_TOKENS, DEFAULT_TEMPERATURE = 256, 0.8  # as `blocktrain generate`: the same seed alone gives the same text
+DEFAULT_TOKENS, DEFAULT_TEMPERATURE = (
+    256,
+    0.8,
+)  # as `blocktrain generate`: the same seed alone gives the same text
 
 # Fields of the API that are not supported, with the values that ask for nothing.
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -42,7 +45,15 @@ Draft = Literal["first-block", "none"]
 class ApiError(BlockTrainError):
     """A no as OpenAI's clients know it: a status, a sentence, and what it is about."""
 
-    def __init__(self, status: int, message: str, code: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
@@ -51,7 +62,9 @@ class ApiError(BlockTrainError):
         """As JSON."""
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class StreamOptions(BaseModel):
@@ -88,7 +101,9 @@ class Completion(BaseModel):
         """A list of one is the one."""
         if isinstance(value, list):
             if len(value) != 1 or not isinstance(value[0], str):
-                raise ValueError("must be one text, or a list that holds one; send a request for each")
+                raise ValueError(
+                    "must be one text, or a list that holds one; send a request for each"
+                )
             return value[0]
         return value
 
@@ -99,7 +114,11 @@ class Completion(BaseModel):
         texts = [value] if isinstance(value, str) else value
         if texts is None:
             return None
-        if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+        if (
+            not isinstance(texts, list)
+            or len(texts) > MAX_STOPS
+            or not all(isinstance(text, str) for text in texts)
+        ):
             raise ValueError(f"must be a text or a list of at most {MAX_STOPS}")
         if any(not 1 <= len(text.encode()) <= MAX_STOP_BYTES for text in texts):
             raise ValueError(f"must be texts of 1 to {MAX_STOP_BYTES} bytes")
@@ -117,7 +136,9 @@ def read_completion(content: bytes) -> Completion:
     for name, harmless in HARMLESS.items():
         value = asked.pop(name, None)
         if value not in harmless and not (name == "best_of" and value == asked.get("n")):
-            raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported", param=name)
+            raise ApiError(
+                400, f"{name} is not supported here: leave it out", "unsupported", param=name
+            )
     try:
         return Completion.model_validate(asked)
     except ValidationError as error:
@@ -129,7 +150,12 @@ def _named(error: ValidationError) -> ApiError:
     names = [str(part) for part in first["loc"] if isinstance(part, str)]
     param = ".".join(names[:2] if names[:1] == ["stream_options"] else names[:1])[:64] or None
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a field that this server knows: leave it out", "unknown_field", param=param)
+        return ApiError(
+            400,
+            f"{param} is not a field that this server knows: leave it out",
+            "unknown_field",
+            param=param,
+        )
     said = first["msg"].removeprefix("Value error, ")
     said = said if said.startswith("must") else said[:1].lower() + said[1:]
     said = said.removeprefix("input should be ").removeprefix("field ")
@@ -167,9 +193,16 @@ class Asked:
 def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
     """What the body means on this server. Choice i of several is written with seed + i."""
     if completion.model != model:
-        raise ApiError(404, f"there is no model {completion.model!r} here, only {model!r}", "model_not_found", param="model")
+        raise ApiError(
+            404,
+            f"there is no model {completion.model!r} here, only {model!r}",
+            "model_not_found",
+            param="model",
+        )
     if completion.stream_options is not None and not completion.stream:
-        raise ApiError(400, "stream_options needs stream to be true", "invalid_value", param="stream_options")
+        raise ApiError(
+            400, "stream_options needs stream to be true", "invalid_value", param="stream_options"
+        )
     seed = secrets.randbelow(1 << 32) if completion.seed is None else completion.seed
     prompt = (completion.prompt or "\n").encode()
     requests = [
@@ -180,10 +213,14 @@ def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
             sweeps=completion.sweeps or defaults.sweeps,
             draft=completion.draft or defaults.draft,
             seed=(seed + number) & MAX_SEED,
-            temperature=DEFAULT_TEMPERATURE if completion.temperature is None else completion.temperature,
+            temperature=DEFAULT_TEMPERATURE
+            if completion.temperature is None
+            else completion.temperature,
             top_p=1.0 if completion.top_p is None else completion.top_p,
             stop=tuple(text.encode() for text in completion.stop or ()),
-            allow_degraded=defaults.allow_degraded if completion.allow_degraded is None else completion.allow_degraded,
+            allow_degraded=defaults.allow_degraded
+            if completion.allow_degraded is None
+            else completion.allow_degraded,
             deadline=defaults.deadline,
         )
         for number in range(completion.n or 1)
@@ -237,11 +274,21 @@ def usage(order: Asked, writings: Iterable[Writing]) -> dict[str, Any]:
     prompt = len(order.requests[0].prompt)
     written = sum(one.bytes for one in writings)
     cut = max((one.stats.prompt_bytes_cut for one in writings if one.stats), default=0)
-    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written, "prompt_bytes_cut": cut}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_bytes_cut": cut,
+    }
 
 
 def _head(order: Asked) -> dict[str, Any]:
-    return {"id": order.id, "object": "text_completion", "created": order.created, "model": order.model}
+    return {
+        "id": order.id,
+        "object": "text_completion",
+        "created": order.created,
+        "model": order.model,
+    }
 
 
 def _choice(writing: Writing, text: str) -> dict[str, Any]:
@@ -257,8 +304,12 @@ def completed(order: Asked, writings: list[Writing]) -> dict[str, Any]:
 
 def chunk(order: Asked, writing: Writing, text: str) -> bytes:
     """A piece of one choice as a server-sent event; the one with the finish has the list of every sweep."""
-    told = facts([writing.stats], (order.seed + writing.index) & MAX_SEED, whole=writing.finish is not None)
-    return event({**_head(order), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told})
+    told = facts(
+        [writing.stats], (order.seed + writing.index) & MAX_SEED, whole=writing.finish is not None
+    )
+    return event(
+        {**_head(order), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told}
+    )
 
 
 def last_chunk(order: Asked, writings: list[Writing]) -> bytes:

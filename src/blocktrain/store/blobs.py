@@ -35,7 +35,9 @@ class Blobs:
         self._uploads = folder / "uploads"
         self._partial = folder / "partial"
         self._on_failure = on_failure
-        self._uploading = [threading.RLock() for _ in range(STRIPES)]  # chunks come from several threads, also twice
+        self._uploading = [
+            threading.RLock() for _ in range(STRIPES)
+        ]  # chunks come from several threads, also twice
         self._durable: set[str] = set()  # folders that this process has made sure of
         try:
             shutil.rmtree(self._partial, ignore_errors=True)  # what a crash left half written
@@ -60,7 +62,9 @@ class Blobs:
         try:
             return self.path(name).stat().st_size
         except OSError:
-            raise Damaged(f"the blob {name} is missing; restore it from a backup or a worker") from None
+            raise Damaged(
+                f"the blob {name} is missing; restore it from a backup or a worker"
+            ) from None
 
     def put(self, content: bytes) -> str:
         """Store bytes durably; the same bytes again are the same blob."""
@@ -79,7 +83,9 @@ class Blobs:
                     digest.update(piece)
                     out.write(piece)
                 if digest.hexdigest() != name:
-                    raise Conflict(f"the bytes hash to {digest.hexdigest()}, not to {name}: send them again")
+                    raise Conflict(
+                        f"the bytes hash to {digest.hexdigest()}, not to {name}: send them again"
+                    )
                 out.flush()
                 os.fsync(out.fileno())
             self._make_folders(target.parent)
@@ -97,7 +103,9 @@ class Blobs:
             name = part.relative_to(self._names).as_posix()
             if name not in self._durable:
                 part.mkdir(exist_ok=True)
-                sync_folder(part.parent)  # also if it is there: a crash may have come between the two
+                sync_folder(
+                    part.parent
+                )  # also if it is there: a crash may have come between the two
                 self._durable.add(name)
 
     def read(self, name: str) -> bytes:
@@ -105,9 +113,13 @@ class Blobs:
         try:
             content = self.path(name).read_bytes()
         except OSError as error:
-            raise Damaged(f"the blob {name} cannot be read ({error.strerror}); restore it from a backup or a worker") from None
+            raise Damaged(
+                f"the blob {name} cannot be read ({error.strerror}); restore it from a backup or a worker"
+            ) from None
         if sha256(content) != name:
-            raise Damaged(f"the blob {name} is damaged on disk; restore it from a backup or a worker")
+            raise Damaged(
+                f"the blob {name} is damaged on disk; restore it from a backup or a worker"
+            )
         return content
 
     def verify(self, name: str) -> None:
@@ -118,9 +130,13 @@ class Blobs:
                 for piece in _pieces(file):
                     digest.update(piece)
         except OSError as error:
-            raise Damaged(f"the blob {name} cannot be read ({error.strerror}); restore it from a backup or a worker") from None
+            raise Damaged(
+                f"the blob {name} cannot be read ({error.strerror}); restore it from a backup or a worker"
+            ) from None
         if digest.hexdigest() != name:
-            raise Damaged(f"the blob {name} is damaged on disk; restore it from a backup or a worker")
+            raise Damaged(
+                f"the blob {name} is damaged on disk; restore it from a backup or a worker"
+            )
 
     def names(self) -> Iterator[str]:
         """All blobs."""
@@ -165,13 +181,20 @@ class Blobs:
         with self._alone(task):
             here = self.chunks(task, fence)
             missing = [
-                index for index, chunk in enumerate(chunks) if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
+                index
+                for index, chunk in enumerate(chunks)
+                if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
             ]
             for index in missing:
                 (folder / f"{index}.{here.get(index)}").unlink(missing_ok=True)
             if missing:
-                raise Conflict(f"task {task}: send the chunks {', '.join(map(str, missing[:20]))} (of {len(chunks)}) again")
-            return self.put_stream(((folder / f"{index}.{chunk}").read_bytes() for index, chunk in enumerate(chunks)), name)
+                raise Conflict(
+                    f"task {task}: send the chunks {', '.join(map(str, missing[:20]))} (of {len(chunks)}) again"
+                )
+            return self.put_stream(
+                ((folder / f"{index}.{chunk}").read_bytes() for index, chunk in enumerate(chunks)),
+                name,
+            )
 
     def drop_chunks(self, task: int, fence: int) -> None:
         """Forget an upload: it is a blob now, or will never be."""

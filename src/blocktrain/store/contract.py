@@ -87,11 +87,17 @@ class Changes:
     leases: Sequence[Lease] = ()
     times: Sequence[Lease] = ()  # nothing but time has passed for these
     lost: Sequence[int] = ()  # tasks that can no longer count
-    dropped: Mapping[str, str] = field(default_factory=dict)  # accepted updates that a merge refused without making a version -> reason
-    rounds: Mapping[int, tuple[int, RoundState]] = field(default_factory=dict)  # block -> (version, its open round)
+    dropped: Mapping[str, str] = field(
+        default_factory=dict
+    )  # accepted updates that a merge refused without making a version -> reason
+    rounds: Mapping[int, tuple[int, RoundState]] = field(
+        default_factory=dict
+    )  # block -> (version, its open round)
     workers: Sequence[WorkerRecord] = ()
     traffic: Sequence[Traffic] = ()
-    nonces: Sequence[tuple[str, str, float]] = ()  # (worker, nonce, wall time): a second use is a Conflict
+    nonces: Sequence[
+        tuple[str, str, float]
+    ] = ()  # (worker, nonce, wall time): a second use is a Conflict
     notes: Sequence[Note] = ()
 
     def __bool__(self) -> bool:
@@ -119,7 +125,12 @@ class Store(Protocol):
         """Commit changes of state; the entries of its notes."""
 
     def record_update(
-        self, now: float, update: UpdateRecord, receipt: Callable[[Entry], bytes], extra: dict[str, Any], changes: Changes = NOTHING
+        self,
+        now: float,
+        update: UpdateRecord,
+        receipt: Callable[[Entry], bytes],
+        extra: dict[str, Any],
+        changes: Changes = NOTHING,
     ) -> Answer:
         """Record an update and its receipt once; the same key gets the stored answer for ever.
 

@@ -50,7 +50,13 @@ def verify(entries: Iterable[Entry], previous: Entry | None = None) -> Entry | N
     """The last entry, after every number, link and hash was found right."""
     for entry in entries:
         seq, head = (previous.seq + 1, previous.hash) if previous else (1, GENESIS)
-        if entry.seq != seq or entry.previous != head or entry.hash != entry_hash(seq, entry.kind, entry.body, head):
-            raise Damaged(f"the ledger is broken at entry {seq}: it was changed or lost; restore a backup")
+        if (
+            entry.seq != seq
+            or entry.previous != head
+            or entry.hash != entry_hash(seq, entry.kind, entry.body, head)
+        ):
+            raise Damaged(
+                f"the ledger is broken at entry {seq}: it was changed or lost; restore a backup"
+            )
         previous = entry
     return previous

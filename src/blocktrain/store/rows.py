@@ -11,7 +11,17 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.engine import Connection, Row
 
-from blocktrain.coordinator.state import KEPT_TIMES, Arrived, BlockState, Lease, RoundState, RunState, WorkerState, remaining, until
+from blocktrain.coordinator.state import (
+    KEPT_TIMES,
+    Arrived,
+    BlockState,
+    Lease,
+    RoundState,
+    RunState,
+    WorkerState,
+    remaining,
+    until,
+)
 from blocktrain.errors import Conflict
 from blocktrain.store import tables
 from blocktrain.store.contract import Answer, Changes, UpdateRecord, VersionRecord, WorkerRecord
@@ -22,7 +32,11 @@ from blocktrain.store.statements import Statement
 def _upsert(table: sa.Table, *added: str) -> Insert:
     """Insert a row, or overwrite all of it but its key; `added` columns are added to what is there."""
     made, keys = insert(table), [column.name for column in table.primary_key]
-    new = {c.name: c + made.excluded[c.name] if c.name in added else made.excluded[c.name] for c in table.c if c.name not in keys}
+    new = {
+        c.name: c + made.excluded[c.name] if c.name in added else made.excluded[c.name]
+        for c in table.c
+        if c.name not in keys
+    }
     return made.on_conflict_do_update(index_elements=keys, set_=new)
 
 
@@ -32,15 +46,28 @@ _APPEND = Statement(tables.ledger.insert())
 _TASK = Statement(sa.select(_t.status, _t.fence, _t.worker).where(_t.task == sa.bindparam("task")))
 _PUT_TASK = Statement(_upsert(tables.tasks))
 _OPEN = (_t.task == sa.bindparam("of"), _t.fence == sa.bindparam("with_fence"), _t.status == "open")
-_PUT_TIMES = Statement(tables.tasks.update().where(*_OPEN).values(age=sa.bindparam("passed"), remaining=sa.bindparam("left")))
-_LOSE = Statement(tables.tasks.update().where(_t.task == sa.bindparam("of"), _t.status != "done").values(status="lost"))
+_PUT_TIMES = Statement(
+    tables.tasks.update()
+    .where(*_OPEN)
+    .values(age=sa.bindparam("passed"), remaining=sa.bindparam("left"))
+)
+_LOSE = Statement(
+    tables.tasks.update()
+    .where(_t.task == sa.bindparam("of"), _t.status != "done")
+    .values(status="lost")
+)
 _PUT_ROUND = Statement(_upsert(tables.rounds))
 _PUT_WORKER = Statement(_upsert(tables.workers))
 _COUNT = Statement(_upsert(tables.counters, "bytes_in", "bytes_out"))
 _NONCE = Statement(tables.nonces.insert())
 _FINISH = Statement(
     tables.tasks.update()
-    .where(*(_t[name] == sa.bindparam(f"its_{name}") for name in ("task", "fence", "worker", "block", "base")))
+    .where(
+        *(
+            _t[name] == sa.bindparam(f"its_{name}")
+            for name in ("task", "fence", "worker", "block", "base")
+        )
+    )
     .where((_t.status == "open") | (_t.status == "expired"))
     .values(status="done")
 )
@@ -53,10 +80,22 @@ _ANSWER = Statement(
 _PUT_UPDATE = Statement(tables.updates.insert())
 _PUT_RECEIPT = Statement(tables.receipts.insert())
 _WAITS = (_u.accepted == 1, _u.applied.is_(None), _u.dropped.is_(None))
-_PENDING = Statement(sa.select(*_UPDATE).where(_u.block == sa.bindparam("block"), *_WAITS).order_by(_u.id))
-_APPLY = Statement(tables.updates.update().where(_u.id == sa.bindparam("name")).values(applied=sa.bindparam("version")))
-_DROP = Statement(tables.updates.update().where(_u.id == sa.bindparam("name"), *_WAITS).values(dropped=sa.bindparam("reason")))
-_OF_BLOCK = sa.select(*(_v[name] for name in VersionRecord.__dataclass_fields__)).where(_v.block == sa.bindparam("block"))
+_PENDING = Statement(
+    sa.select(*_UPDATE).where(_u.block == sa.bindparam("block"), *_WAITS).order_by(_u.id)
+)
+_APPLY = Statement(
+    tables.updates.update()
+    .where(_u.id == sa.bindparam("name"))
+    .values(applied=sa.bindparam("version"))
+)
+_DROP = Statement(
+    tables.updates.update()
+    .where(_u.id == sa.bindparam("name"), *_WAITS)
+    .values(dropped=sa.bindparam("reason"))
+)
+_OF_BLOCK = sa.select(*(_v[name] for name in VersionRecord.__dataclass_fields__)).where(
+    _v.block == sa.bindparam("block")
+)
 _NEWEST = Statement(_OF_BLOCK.order_by(_v.version.desc()).limit(1))
 _VERSION = Statement(_OF_BLOCK.where(_v.version == sa.bindparam("version")))
 _PUT_VERSION = Statement(tables.versions.insert())
@@ -108,7 +147,9 @@ def _write_lease(db: Connection, now: float, lease: Lease) -> None:
         if status in ("done", "lost"):
             raise Conflict(f"task {lease.task} is over")
         if lease.fence < fence or (lease.fence == fence and lease.worker != worker):
-            raise Conflict(f"task {lease.task} has the fence {fence} of {worker}, not {lease.fence} of {lease.worker}")
+            raise Conflict(
+                f"task {lease.task} has the fence {fence} of {worker}, not {lease.fence} of {lease.worker}"
+            )
     values = {
         "task": lease.task,
         "number": lease.number,
@@ -129,7 +170,15 @@ def _write_lease(db: Connection, now: float, lease: Lease) -> None:
 
 def _write_times(db: Connection, now: float, leases: Sequence[Lease]) -> None:
     """One statement for all, as it is done every few seconds for every task that is out."""
-    times = ({"of": x.task, "with_fence": x.fence, "passed": now - x.granted, "left": remaining(now, x.expires)} for x in leases)
+    times = (
+        {
+            "of": x.task,
+            "with_fence": x.fence,
+            "passed": now - x.granted,
+            "left": remaining(now, x.expires),
+        }
+        for x in leases
+    )
     _PUT_TIMES.run_each(db, times)
 
 
@@ -160,14 +209,28 @@ def _worker_row(worker: WorkerRecord) -> dict[str, Any]:
 
 def finish_task(db: Connection, update: UpdateRecord) -> None:
     """The fence is checked where it counts: in the transaction that accepts."""
-    its = {f"its_{name}": getattr(update, name) for name in ("task", "fence", "worker", "block", "base")}
+    its = {
+        f"its_{name}": getattr(update, name)
+        for name in ("task", "fence", "worker", "block", "base")
+    }
     if _FINISH.run(db, its).rowcount != 1:
-        raise Conflict(f"task {update.task} is not out with fence {update.fence} for {update.worker}: ask for a new task")
+        raise Conflict(
+            f"task {update.task} is not out with fence {update.fence} for {update.worker}: ask for a new task"
+        )
 
 
 def put_update(db: Connection, update: UpdateRecord, entry: int, receipt: bytes) -> None:
     """An update, the entry that tells of it, and its receipt."""
-    _PUT_UPDATE.run(db, {**update_body(update), "accepted": int(update.accepted), "applied": None, "dropped": None, "entry": entry})
+    _PUT_UPDATE.run(
+        db,
+        {
+            **update_body(update),
+            "accepted": int(update.accepted),
+            "applied": None,
+            "dropped": None,
+            "entry": entry,
+        },
+    )
     _PUT_RECEIPT.run(db, {"update": update.id, "content": receipt})
 
 
@@ -192,12 +255,16 @@ def read_pending(db: Connection, block: int) -> list[UpdateRecord]:
     return [_update(row) for row in _PENDING.run(db, {"block": block})]
 
 
-def settle_updates(db: Connection, version: VersionRecord, applied: Sequence[str], dropped: Mapping[str, str]) -> None:
+def settle_updates(
+    db: Connection, version: VersionRecord, applied: Sequence[str], dropped: Mapping[str, str]
+) -> None:
     """Every pending update of the block becomes part of the version or is dropped with a reason; none twice, none forgotten."""
     named = [*applied, *dropped]
     waiting = {u.id for u in read_pending(db, version.block)}
     if len(set(named)) != len(named) or set(named) != waiting:
-        raise Conflict(f"version {version.version} of block {version.block} must settle exactly the updates that wait for it")
+        raise Conflict(
+            f"version {version.version} of block {version.block} must settle exactly the updates that wait for it"
+        )
     _APPLY.run_each(db, ({"name": name, "version": version.version} for name in applied))
     for name, reason in dropped.items():
         _drop(db, name, reason)
@@ -221,7 +288,11 @@ def version_body(version: VersionRecord) -> dict[str, Any]:
 
 def read_version(db: Connection, block: int, version: int | None) -> VersionRecord | None:
     """One version, or the newest."""
-    found = _NEWEST.run(db, {"block": block}) if version is None else _VERSION.run(db, {"block": block, "version": version})
+    found = (
+        _NEWEST.run(db, {"block": block})
+        if version is None
+        else _VERSION.run(db, {"block": block, "version": version})
+    )
     if (row := found.fetchone()) is None:
         return None
     stored = dict(zip(VersionRecord.__dataclass_fields__, row, strict=True))
@@ -232,7 +303,9 @@ def read_workers(db: Connection, now: float) -> list[WorkerRecord]:
     """All workers; each is taken to have been seen just now, so that a restart loses nobody."""
     found = []
     for row in db.execute(sa.select(tables.workers).order_by(tables.workers.c.id)):
-        state = WorkerState(row.id, row.block, now, row.seconds_per_step, row.overhead, bool(row.kicked))
+        state = WorkerState(
+            row.id, row.block, now, row.seconds_per_step, row.overhead, bool(row.kicked)
+        )
         found.append(WorkerRecord(state, row.key, row.name))
     return found
 
@@ -240,15 +313,25 @@ def read_workers(db: Connection, now: float) -> list[WorkerRecord]:
 def read_state(db: Connection, now: float, fusion: int | None) -> RunState:
     """Everything that `rounds` needs to go on."""
     t = tables.tasks.c
-    numbers = {row[0]: row[1] for row in db.execute(sa.select(t.block, sa.func.max(t.number)).group_by(t.block))}
-    newest = db.execute(sa.select(tables.versions.c.block).distinct().order_by(tables.versions.c.block)).scalars()
+    numbers = {
+        row[0]: row[1]
+        for row in db.execute(sa.select(t.block, sa.func.max(t.number)).group_by(t.block))
+    }
+    newest = db.execute(
+        sa.select(tables.versions.c.block).distinct().order_by(tables.versions.c.block)
+    ).scalars()
     blocks = {}
     for index in list(newest):
         version = read_version(db, index, None)
         if version is not None:
             block = _read_block(db, now, version)
-            blocks[index] = replace(block, fusion=index == fusion, next_number=numbers.get(index, -1) + 1)
-    leases = [_lease(row, now) for row in db.execute(sa.select(tables.tasks).where(t.status.in_(("open", "expired"))))]
+            blocks[index] = replace(
+                block, fusion=index == fusion, next_number=numbers.get(index, -1) + 1
+            )
+    leases = [
+        _lease(row, now)
+        for row in db.execute(sa.select(tables.tasks).where(t.status.in_(("open", "expired"))))
+    ]
     last = db.execute(sa.select(sa.func.max(t.task))).scalar_one() or 0
     return RunState(
         blocks=blocks,
@@ -261,14 +344,24 @@ def read_state(db: Connection, now: float, fusion: int | None) -> RunState:
 def _read_block(db: Connection, now: float, version: VersionRecord) -> BlockState:
     u = tables.updates.c
     timed = (u.block == version.block, u.accepted == 1, u.seconds.is_not(None))
-    times = list(db.execute(sa.select(u.seconds).where(*timed).order_by(u.entry.desc()).limit(KEPT_TIMES)).scalars())
-    row = db.execute(sa.select(tables.rounds).where(tables.rounds.c.block == version.block)).one_or_none()
+    times = list(
+        db.execute(
+            sa.select(u.seconds).where(*timed).order_by(u.entry.desc()).limit(KEPT_TIMES)
+        ).scalars()
+    )
+    row = db.execute(
+        sa.select(tables.rounds).where(tables.rounds.c.block == version.block)
+    ).one_or_none()
     current = RoundState()
     if row is not None and row.version == version.version:
         grace = until(now, row.grace_remaining)
-        current = RoundState(until(now, row.remaining), row.length, bool(row.extended), grace, row.attempt)
+        current = RoundState(
+            until(now, row.remaining), row.length, bool(row.extended), grace, row.attempt
+        )
     pending = read_pending(db, version.block)
-    waiting = tuple(Arrived(x.id, x.worker, x.tokens, x.steps, x.staleness, x.weight) for x in pending)
+    waiting = tuple(
+        Arrived(x.id, x.worker, x.tokens, x.steps, x.staleness, x.weight) for x in pending
+    )
     return BlockState(
         version=version.version,
         steps=version.steps,

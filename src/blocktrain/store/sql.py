@@ -25,7 +25,15 @@ from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.store import rows, tables
 from blocktrain.store.blobs import Blobs
-from blocktrain.store.contract import NOTHING, Answer, Changes, Traffic, UpdateRecord, VersionRecord, WorkerRecord
+from blocktrain.store.contract import (
+    NOTHING,
+    Answer,
+    Changes,
+    Traffic,
+    UpdateRecord,
+    VersionRecord,
+    WorkerRecord,
+)
 from blocktrain.store.ledger import Entry, Note, canonical, verify
 from blocktrain.store.statements import Statement, driver
 
@@ -56,7 +64,9 @@ def _lock(folder: Path) -> IO[str]:
         file.seek(0)
         holder = file.read(20).strip() or "unknown"
         file.close()
-        raise RunError(f"another coordinator (process {holder}) is using {folder}: stop it, or choose another folder with --out") from None
+        raise RunError(
+            f"another coordinator (process {holder}) is using {folder}: stop it, or choose another folder with --out"
+        ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
@@ -64,7 +74,11 @@ def _lock(folder: Path) -> IO[str]:
 
 
 def _engine(path: Path) -> Engine:
-    engine = sa.create_engine(f"sqlite:///{path}", poolclass=sa.pool.StaticPool, connect_args={"check_same_thread": False, "timeout": 10})
+    engine = sa.create_engine(
+        f"sqlite:///{path}",
+        poolclass=sa.pool.StaticPool,
+        connect_args={"check_same_thread": False, "timeout": 10},
+    )
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _: Any) -> None:
@@ -100,7 +114,9 @@ class EmbeddedStore:
             self._mark_blobs()
         except OSError as error:
             self._engine.dispose()
-            raise StorageFailed(f"cannot open the store in {folder}: {error.strerror or error}") from error
+            raise StorageFailed(
+                f"cannot open the store in {folder}: {error.strerror or error}"
+            ) from error
         except BaseException:
             self._engine.dispose()
             raise
@@ -110,12 +126,18 @@ class EmbeddedStore:
         row = db.execute(sa.select(tables.meta)).one_or_none()
         if row is None:
             self.run_id, self.epoch = run_id or uuid.uuid4().hex, 1
-            db.execute(tables.meta.insert().values(id=1, schema=tables.SCHEMA, run_id=self.run_id, epoch=1))
+            db.execute(
+                tables.meta.insert().values(id=1, schema=tables.SCHEMA, run_id=self.run_id, epoch=1)
+            )
             return
         if row.schema != tables.SCHEMA:
-            raise RunError(f"{self.folder} was written by another BlockTrain (schema {row.schema}, this one reads {tables.SCHEMA})")
+            raise RunError(
+                f"{self.folder} was written by another BlockTrain (schema {row.schema}, this one reads {tables.SCHEMA})"
+            )
         if run_id is not None and run_id != row.run_id:
-            raise RunError(f"{self.folder} holds the run {row.run_id}, not {run_id}: is the right folder mounted?")
+            raise RunError(
+                f"{self.folder} holds the run {row.run_id}, not {run_id}: is the right folder mounted?"
+            )
         self.run_id, self.epoch = row.run_id, row.epoch + 1
         db.execute(tables.meta.update().values(epoch=self.epoch))
 
@@ -124,10 +146,14 @@ class EmbeddedStore:
         mark = self.folder / "blobs" / "RUN"
         if not mark.exists():
             if self.version_count():
-                raise RunError(f"the blobs of run {self.run_id} are missing in {mark.parent}: is the right folder mounted?")
+                raise RunError(
+                    f"the blobs of run {self.run_id} are missing in {mark.parent}: is the right folder mounted?"
+                )
             write_atomic(mark, self.run_id.encode())
         elif mark.read_text(encoding="ascii") != self.run_id:
-            raise RunError(f"{mark.parent} belongs to another run than {self.folder / DATABASE}: is the right folder mounted?")
+            raise RunError(
+                f"{mark.parent} belongs to another run than {self.folder / DATABASE}: is the right folder mounted?"
+            )
 
     def _fail(self, why: str) -> str:
         """After the first failure nothing is read or written any more, and everyone is told why."""
@@ -150,7 +176,9 @@ class EmbeddedStore:
                         self._check_epoch(db)
                     yield db
             except (IntegrityError, sqlite3.IntegrityError) as error:
-                raise Conflict(f"the store refused a change: {error.orig if isinstance(error, IntegrityError) else error}") from error
+                raise Conflict(
+                    f"the store refused a change: {error.orig if isinstance(error, IntegrityError) else error}"
+                ) from error
             except (DBAPIError, sqlite3.Error) as error:
                 cause = error.orig if isinstance(error, DBAPIError) else error
                 why = f"cannot commit to {self.folder / DATABASE}: {cause}; free space or repair it, then start again"
@@ -177,7 +205,9 @@ class EmbeddedStore:
             stored = db.execute(sa.select(tables.meta.c.document)).scalar_one()
             if stored is not None:
                 if stored != text:
-                    raise Conflict(f"{self.folder} holds a run with other settings: continue it with its own, or choose another folder")
+                    raise Conflict(
+                        f"{self.folder} holds a run with other settings: continue it with its own, or choose another folder"
+                    )
                 return False
             db.execute(tables.meta.update().values(document=text))
             rows.append(db, Note("run", {**document, "run": self.run_id}))
@@ -195,11 +225,18 @@ class EmbeddedStore:
             return rows.write_changes(db, now, changes)
 
     def record_update(
-        self, now: float, update: UpdateRecord, receipt: Callable[[Entry], bytes], extra: dict[str, Any], changes: Changes = NOTHING
+        self,
+        now: float,
+        update: UpdateRecord,
+        receipt: Callable[[Entry], bytes],
+        extra: dict[str, Any],
+        changes: Changes = NOTHING,
     ) -> Answer:
         """Record an update and its receipt once; the same key gets the stored answer for ever."""
         if update.accepted and not self.blobs.has(update.payload):
-            raise Conflict(f"the payload of update {update.id} is not stored")  # the blob comes first
+            raise Conflict(
+                f"the payload of update {update.id} is not stored"
+            )  # the blob comes first
         with self._transaction() as db:
             if (known := rows.read_answer(db, update.task, update.payload)) is not None:
                 return known
@@ -218,7 +255,9 @@ class EmbeddedStore:
 
     def answered(self, task: int) -> int | None:
         """The block of a task that has an accepted update."""
-        found = sa.select(tables.updates.c.block).where(tables.updates.c.task == task, tables.updates.c.accepted == 1)
+        found = sa.select(tables.updates.c.block).where(
+            tables.updates.c.task == task, tables.updates.c.accepted == 1
+        )
         with self._transaction() as db:
             return db.execute(found).scalar_one_or_none()
 
@@ -243,7 +282,13 @@ class EmbeddedStore:
                 )
             rows.settle_updates(db, version, applied, dropped)
             body = {**rows.version_body(version), "parent": parent.weights if parent else None}
-            entry = rows.append(db, Note("version", {**body, "applied": sorted(applied), "dropped": dict(dropped), **extra}))
+            entry = rows.append(
+                db,
+                Note(
+                    "version",
+                    {**body, "applied": sorted(applied), "dropped": dict(dropped), **extra},
+                ),
+            )
             rows.put_version(db, version, entry.seq)
             rows.write_changes(db, now, changes)
             return entry
@@ -266,7 +311,12 @@ class EmbeddedStore:
     def ledger(self, after: int = 0, limit: int = 1000) -> list[Entry]:
         """Entries after a number."""
         with self._transaction() as db:
-            found = db.execute(sa.select(tables.ledger).where(tables.ledger.c.seq > after).order_by(tables.ledger.c.seq).limit(limit))
+            found = db.execute(
+                sa.select(tables.ledger)
+                .where(tables.ledger.c.seq > after)
+                .order_by(tables.ledger.c.seq)
+                .limit(limit)
+            )
             return [rows.entry(row) for row in found]
 
     def head(self) -> Entry | None:
@@ -282,13 +332,21 @@ class EmbeddedStore:
     def traffic(self) -> list[Traffic]:
         """Bytes in and out, per block and worker."""
         with self._transaction() as db:
-            found = db.execute(sa.select(tables.counters).order_by(tables.counters.c.block, tables.counters.c.worker))
+            found = db.execute(
+                sa.select(tables.counters).order_by(
+                    tables.counters.c.block, tables.counters.c.worker
+                )
+            )
             return [Traffic(row.block, row.worker, row.bytes_in, row.bytes_out) for row in found]
 
     def contributions(self) -> dict[str, tuple[int, int]]:
         """Updates and tokens that became part of a version, per worker."""
         u = tables.updates.c
-        query = sa.select(u.worker, sa.func.count(), sa.func.sum(u.tokens)).where(u.applied.is_not(None)).group_by(u.worker)
+        query = (
+            sa.select(u.worker, sa.func.count(), sa.func.sum(u.tokens))
+            .where(u.applied.is_not(None))
+            .group_by(u.worker)
+        )
         with self._transaction() as db:
             return {worker: (count, tokens) for worker, count, tokens in db.execute(query)}
 
@@ -310,7 +368,9 @@ def read_ledger(folder: Path) -> list[Entry]:
         raise RunError(f"{folder} holds no run of a coordinator")
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
-        found = connection.execute("SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq").fetchall()
+        found = connection.execute(
+            "SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq"
+        ).fetchall()
     except sqlite3.Error as error:
         raise RunError(f"cannot read {path}: {error}") from None
     finally:

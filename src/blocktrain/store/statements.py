@@ -19,7 +19,10 @@ class Statement:
 
     def __init__(self, made: sa.sql.ClauseElement) -> None:
         compiled: Any = made.compile(dialect=sqlite.dialect(paramstyle="named"))
-        self._text, self._fixed = str(compiled), {name: value for name, value in compiled.params.items() if value is not None}
+        self._text, self._fixed = (
+            str(compiled),
+            {name: value for name, value in compiled.params.items() if value is not None},
+        )
 
     def run(self, db: Connection, values: Mapping[str, Any]) -> sqlite3.Cursor:
         """Execute it within the transaction."""

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-from sqlalchemy import CheckConstraint, Column, Float, ForeignKey, Index, Integer, LargeBinary, String, Table, Text, UniqueConstraint
+from sqlalchemy import (
+    CheckConstraint,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
 
 SCHEMA = 1
 metadata = sa.MetaData()
@@ -70,7 +82,12 @@ tasks = Table(
     Column("remaining", Float, nullable=False),
     Column("expected", Float, nullable=False),
     Column("trained", Integer, nullable=False),
-    Column("status", String(8), CheckConstraint("status in ('open', 'expired', 'done', 'lost')"), nullable=False),
+    Column(
+        "status",
+        String(8),
+        CheckConstraint("status in ('open', 'expired', 'done', 'lost')"),
+        nullable=False,
+    ),
     UniqueConstraint("block", "number"),
     Index("tasks_out", "status", "block"),
 )

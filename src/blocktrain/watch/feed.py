@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 from blocktrain.protocol.events import EventLog
 
 EVENTS = "events.jsonl"  # in the coordinator's folder
-MAX_HISTORY = 5000  # events that a newcomer is told; above that the oldest of the frequent kinds are left out
+MAX_HISTORY = (
+    5000  # events that a newcomer is told; above that the oldest of the frequent kinds are left out
+)
 FREQUENT = ("update", "task", "refused")
 MAX_BEHIND = 2000  # events that a listener may be behind
 _KIND = re.compile(r"[a-z]{1,20}\Z")
@@ -48,7 +50,11 @@ def as_event(line: bytes) -> Event | None:
     try:  # written by another hand
         value = json.loads(line)
         seq, kind = value["seq"], value["kind"]
-        return Event(seq, kind, json.dumps(value).encode()) if type(seq) is int and seq > 0 and _KIND.match(kind) else None
+        return (
+            Event(seq, kind, json.dumps(value).encode())
+            if type(seq) is int and seq > 0 and _KIND.match(kind)
+            else None
+        )
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -105,7 +111,9 @@ class History:
 class Listener:
     """Events that one reader has not taken yet. When it is `gone`, or has left too many lying, it gets no more."""
 
-    def __init__(self, wake: Callable[[], None] = lambda: None, kinds: Container[str] | None = None) -> None:
+    def __init__(
+        self, wake: Callable[[], None] = lambda: None, kinds: Container[str] | None = None
+    ) -> None:
         self._wake, self._kinds = wake, kinds
         self._waiting: list[Event] = []
         self._mutex = threading.Lock()
@@ -152,7 +160,9 @@ class Feed:
             self._log = EventLog(path)
             for event in self._history.scan():
                 if event.kind in ("worker", "score"):
-                    with suppress(ValueError, TypeError, AttributeError):  # whoever has edited the log, the run must start
+                    with suppress(
+                        ValueError, TypeError, AttributeError
+                    ):  # whoever has edited the log, the run must start
                         self._remember(event.value)
         except OSError as error:
             self._drop(error)
@@ -199,7 +209,9 @@ class Feed:
         with self._mutex:
             self._forget_gone()
             self._listeners.append(listener)
-            known = after if after <= self._last else 0  # a number that was never given: it comes from another log
+            known = (
+                after if after <= self._last else 0
+            )  # a number that was never given: it comes from another log
             return *self._history.after(known), self._last
 
     def _forget_gone(self) -> None:

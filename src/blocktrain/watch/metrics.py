@@ -20,7 +20,20 @@ from blocktrain.coordinator.calls import Coordinator
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol.status import BlockStatus, Status, WorkerStatus
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)  # bounds of the latency histogram
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+)  # bounds of the latency histogram
 STATES = get_args(WorkerStatus.model_fields["state"].annotation)
 MESSAGES = "messages"  # in place of a block: bytes that belong to none
 
@@ -32,7 +45,9 @@ class Metrics:
         disable_created_metrics()  # the time of a counter's first use says nothing here
         self._registry = CollectorRegistry()
         labels = ("method", "route")
-        self._requests = Counted("blocktrain_http_requests", "Answers.", (*labels, "status"), registry=self._registry)
+        self._requests = Counted(
+            "blocktrain_http_requests", "Answers.", (*labels, "status"), registry=self._registry
+        )
         self._seconds = Histogram(
             "blocktrain_http_request_seconds",
             "From the first look at a request to its answer; sending that is not counted.",
@@ -63,11 +78,27 @@ class _Run(Collector):
     def collect(self) -> Iterator[Metric]:
         """The run as it is now; none of it while it is being prepared."""
         feed = self._coordinator.feed
-        yield GaugeMetricFamily("blocktrain_ready", "Whether there is a run.", float(self._coordinator.ready))
-        yield GaugeMetricFamily("blocktrain_listeners", "Open streams of events.", self._listeners())
-        yield GaugeMetricFamily("process_resident_memory_bytes", "Memory of the coordinator's process.", resident_bytes())
-        yield CounterMetricFamily("process_cpu_seconds", "Processor time of the coordinator's process.", time.process_time())
-        yield CounterMetricFamily("blocktrain_events_dropped", "Events that the log on the disk has no room for.", feed.dropped)
+        yield GaugeMetricFamily(
+            "blocktrain_ready", "Whether there is a run.", float(self._coordinator.ready)
+        )
+        yield GaugeMetricFamily(
+            "blocktrain_listeners", "Open streams of events.", self._listeners()
+        )
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes",
+            "Memory of the coordinator's process.",
+            resident_bytes(),
+        )
+        yield CounterMetricFamily(
+            "process_cpu_seconds",
+            "Processor time of the coordinator's process.",
+            time.process_time(),
+        )
+        yield CounterMetricFamily(
+            "blocktrain_events_dropped",
+            "Events that the log on the disk has no room for.",
+            feed.dropped,
+        )
         try:
             status = self._coordinator.status()
         except BlockTrainError:
@@ -81,39 +112,78 @@ def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
 
 
 def _whole(status: Status) -> Iterator[Metric]:
-    yield GaugeMetricFamily("blocktrain_finished", "Whether the run is over.", float(status.state == "finished"))
-    yield GaugeMetricFamily("blocktrain_up_seconds", "Since this process took the run up.", status.up_seconds)
-    yield CounterMetricFamily("blocktrain_rounds", "Rounds that were closed with a new version.", status.rounds)
+    yield GaugeMetricFamily(
+        "blocktrain_finished", "Whether the run is over.", float(status.state == "finished")
+    )
+    yield GaugeMetricFamily(
+        "blocktrain_up_seconds", "Since this process took the run up.", status.up_seconds
+    )
+    yield CounterMetricFamily(
+        "blocktrain_rounds", "Rounds that were closed with a new version.", status.rounds
+    )
     yield CounterMetricFamily("blocktrain_tokens", "Bytes of text in all versions.", status.tokens)
-    waiting = sum(block.round is not None and block.round.deadline_seconds > 0 for block in status.blocks)
+    waiting = sum(
+        block.round is not None and block.round.deadline_seconds > 0 for block in status.blocks
+    )
     yield GaugeMetricFamily("blocktrain_rounds_open", "Rounds whose clock is running.", waiting)
-    workers = GaugeMetricFamily("blocktrain_workers", "Everyone who ever joined, by state.", labels=("state",))
+    workers = GaugeMetricFamily(
+        "blocktrain_workers", "Everyone who ever joined, by state.", labels=("state",)
+    )
     found = Counter(worker.state for worker in status.workers)
     for state in STATES:
         workers.add_metric((state,), found[state])
     yield workers
-    refusals = CounterMetricFamily("blocktrain_refusals", "Refusals of this process, by code.", labels=("code",))
+    refusals = CounterMetricFamily(
+        "blocktrain_refusals", "Refusals of this process, by code.", labels=("code",)
+    )
     for code, count in status.refusals.items():
         refusals.add_metric((code,), count)
     yield refusals
-    scores = GaugeMetricFamily("blocktrain_score", "Cross entropy on the valid part, nats per byte.", labels=("model",))
+    scores = GaugeMetricFamily(
+        "blocktrain_score", "Cross entropy on the valid part, nats per byte.", labels=("model",)
+    )
     for name, ce in status.scores.items():
         scores.add_metric((name,), ce)
     yield scores
 
 
-_OF_A_BLOCK: tuple[tuple[str, type[GaugeMetricFamily] | type[CounterMetricFamily], str, Callable[[BlockStatus], float | None]], ...] = (
+_OF_A_BLOCK: tuple[
+    tuple[
+        str,
+        type[GaugeMetricFamily] | type[CounterMetricFamily],
+        str,
+        Callable[[BlockStatus], float | None],
+    ],
+    ...,
+] = (
     ("block_version", GaugeMetricFamily, "Newest version.", lambda b: b.version),
     ("block_steps", GaugeMetricFamily, "Steps along the chain of versions.", lambda b: b.steps),
     ("block_loss", GaugeMetricFamily, "Training loss of the newest version.", lambda b: b.loss),
-    ("round_seconds", GaugeMetricFamily, "Left until the deadline of the round.", lambda b: b.round.deadline_seconds if b.round else None),
-    ("round_updates", GaugeMetricFamily, "Updates in the open round.", lambda b: b.round.updates if b.round else None),
+    (
+        "round_seconds",
+        GaugeMetricFamily,
+        "Left until the deadline of the round.",
+        lambda b: b.round.deadline_seconds if b.round else None,
+    ),
+    (
+        "round_updates",
+        GaugeMetricFamily,
+        "Updates in the open round.",
+        lambda b: b.round.updates if b.round else None,
+    ),
     ("updates_accepted", CounterMetricFamily, "Accepted updates.", lambda b: b.accepted),
-    ("updates_late", CounterMetricFamily, "Of the accepted ones, those with an older base.", lambda b: b.late),
+    (
+        "updates_late",
+        CounterMetricFamily,
+        "Of the accepted ones, those with an older base.",
+        lambda b: b.late,
+    ),
     ("updates_refused", CounterMetricFamily, "Refusals that name a block.", lambda b: b.refused),
 )
 
@@ -126,8 +196,14 @@ def _blocks(status: Status) -> Iterator[Metric]:
                 family.add_metric((str(block.block),), value)
         yield family
     for way in ("bytes_in", "bytes_out"):
-        family = CounterMetricFamily(f"blocktrain_{way}", "Body bytes of calls, by the block they are for.", labels=("block",))
+        family = CounterMetricFamily(
+            f"blocktrain_{way}",
+            "Body bytes of calls, by the block they are for.",
+            labels=("block",),
+        )
         for block in status.blocks:
             family.add_metric((str(block.block),), getattr(block, way))
-        family.add_metric((MESSAGES,), getattr(status, way) - sum(getattr(block, way) for block in status.blocks))
+        family.add_metric(
+            (MESSAGES,), getattr(status, way) - sum(getattr(block, way) for block in status.blocks)
+        )
         yield family

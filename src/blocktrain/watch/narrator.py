@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 FOLD_SECONDS = 1.0  # refusals of one code and worker within this time are one event
 LOOK_SECONDS = 1.0  # how often it is looked who is lost or back
 GONE = ("left", "lost", "kicked")
-TOLD = ("join", "lease", "expire", "update", "version", "round", "kick", "finish")  # entries of the ledger that are events
+TOLD = (
+    "join",
+    "lease",
+    "expire",
+    "update",
+    "version",
+    "round",
+    "kick",
+    "finish",
+)  # entries of the ledger that are events
 
 Body = dict[str, Any]
 
@@ -100,7 +109,15 @@ class Teller:
         block = lease.block if lease else 0
         version = live.state.blocks[block].version if lease else 0
         known = {"worker": body["worker"], "task": body["task"]}
-        self.feed.put("round", block=block, version=version, outcome="expired", deadline=None, reason=body["reason"], **known)
+        self.feed.put(
+            "round",
+            block=block,
+            version=version,
+            outcome="expired",
+            deadline=None,
+            reason=body["reason"],
+            **known,
+        )
 
     def _update(self, live: LiveRun, body: Body) -> None:
         said = body["submission"]
@@ -120,7 +137,12 @@ class Teller:
         # One that was closed empty has no clock until its next task.
         deadline = _moment(body["seconds"]) if body["event"] == "extended" else None
         self.feed.put(
-            "round", block=body["block"], version=body["version"], outcome=body["event"], deadline=deadline, reason=body["reason"]
+            "round",
+            block=body["block"],
+            version=body["version"],
+            outcome=body["event"],
+            deadline=deadline,
+            reason=body["reason"],
         )
 
     def _version(self, live: LiveRun, body: Body) -> None:
@@ -156,7 +178,9 @@ class Teller:
         for name, worker in live.state.workers.items():
             told = self.feed.states.get(name)
             alive = is_alive(now, live.state, live.options, name)
-            if alive and told in ("left", "lost") and worker.seen >= self._since:  # a restart takes all to have been seen just before
+            if (
+                alive and told in ("left", "lost") and worker.seen >= self._since
+            ):  # a restart takes all to have been seen just before
                 self._worker(live, name, "back")
             elif not alive and not worker.kicked and told not in GONE:
                 self._worker(live, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
@@ -166,10 +190,19 @@ class Teller:
         if not self._folds:
             return
         with self._mutex:
-            due = [key for key, fold in self._folds.items() if time.monotonic() - fold.since >= older]
+            due = [
+                key for key, fold in self._folds.items() if time.monotonic() - fold.since >= older
+            ]
             folds = [(*key, self._folds.pop(key)) for key in due]
         for code, worker, fold in folds:
-            self.feed.put("refused", code=code, sentence=fold.sentence, worker=worker, block=fold.block, count=fold.count)
+            self.feed.put(
+                "refused",
+                code=code,
+                sentence=fold.sentence,
+                worker=worker,
+                block=fold.block,
+                count=fold.count,
+            )
 
     def close(self) -> None:
         """The run is in other hands now."""

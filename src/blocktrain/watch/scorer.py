@@ -27,7 +27,13 @@ from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes, Corpus, open_corpus
-from blocktrain.learning.evaluate import Predictors, context_predictors, cross_entropies, euler_predictors, fit_pool_weights
+from blocktrain.learning.evaluate import (
+    Predictors,
+    context_predictors,
+    cross_entropies,
+    euler_predictors,
+    fit_pool_weights,
+)
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.codec import unpack
@@ -42,7 +48,9 @@ Paths = dict[str, str]  # by block: where its weights are
 def main() -> None:
     """Answer until nobody asks any more; whoever asked may be dead, so that stdin is watched also while scoring."""
     os.nice(NICE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the coordinator, which ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the coordinator, which ends this process
     torch.set_num_threads(1)
     requests: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
@@ -60,13 +68,21 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         config = make_config({**request["config"], "device": "cpu"})
-        scores, count = score(config, _corpus(request["train"], request["valid"]), request["newest"], request["features"], request["bytes"])
+        scores, count = score(
+            config,
+            _corpus(request["train"], request["valid"]),
+            request["newest"],
+            request["features"],
+            request["bytes"],
+        )
     except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     return {"scores": scores, "valid_bytes": count, "seconds": round(time.monotonic() - began, 3)}
 
 
-def score(config: Config, corpus: Corpus, newest: Paths, features: Paths, limit: int) -> tuple[dict[str, float], int]:
+def score(
+    config: Config, corpus: Corpus, newest: Paths, features: Paths, limit: int
+) -> tuple[dict[str, float], int]:
     """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
 
     `features` are the blocks that the newest fusion block was trained on: only with those is it a model.
@@ -83,11 +99,19 @@ def score(config: Config, corpus: Corpus, newest: Paths, features: Paths, limit:
         model.pool_weights = fit_pool_weights(model, corpus.calibration, limit=FIT_BYTES)
         found |= sampled(context_predictors(model), corpus.valid, config.context, limit)
     if fused is not None:
-        found["fuse"] = sampled(context_predictors(fused), corpus.valid, config.context, limit)["fuse"]
+        found["fuse"] = sampled(context_predictors(fused), corpus.valid, config.context, limit)[
+            "fuse"
+        ]
     if config.compose == "euler":
-        found["euler"] = sampled(euler_predictors(model, seed=config.seed, draws=1), corpus.valid, config.context, limit)["euler"]
-    named = {name.replace("block_", "block-").replace("fuse", "fused"): ce for name, ce in found.items()}
-    return {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}, min(limit, len(corpus.valid))
+        found["euler"] = sampled(
+            euler_predictors(model, seed=config.seed, draws=1), corpus.valid, config.context, limit
+        )["euler"]
+    named = {
+        name.replace("block_", "block-").replace("fuse", "fused"): ce for name, ce in found.items()
+    }
+    return {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}, min(
+        limit, len(corpus.valid)
+    )
 
 
 def _fused(config: Config, features: Paths, newest: str) -> Model:
@@ -126,7 +150,9 @@ def sampled(predict: Predictors, split: Bytes, context: int, limit: int) -> dict
     picked = np.unique(np.linspace(0, count - 1, max(1, limit // context)).astype(int))
     totals: dict[str, float] = {}
     for some in np.array_split(picked, -(-len(picked) // ROWS)):
-        tokens = torch.from_numpy(np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64))
+        tokens = torch.from_numpy(
+            np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64)
+        )
         for name, logits in predict(tokens[:, :-1], int(some[0])).items():
             ce = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="sum")
             totals[name] = totals.get(name, 0.0) + ce.item()

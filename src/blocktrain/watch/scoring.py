@@ -29,13 +29,24 @@ class Scorer:
     """Scores at once, then when there are new versions and enough time has passed, and once more when the run is over."""
 
     def __init__(
-        self, coordinator: Coordinator, score_bytes: int, told: Callable[[str], None] = lambda _: None, pause: float = PAUSE_SECONDS
+        self,
+        coordinator: Coordinator,
+        score_bytes: int,
+        told: Callable[[str], None] = lambda _: None,
+        pause: float = PAUSE_SECONDS,
     ) -> None:
-        self._coordinator, self._bytes, self._told, self._pause = coordinator, score_bytes, told, pause
+        self._coordinator, self._bytes, self._told, self._pause = (
+            coordinator,
+            score_bytes,
+            told,
+            pause,
+        )
         self._news, self._settled, self._stopped = threading.Event(), threading.Event(), False
         self._listener = Listener(self._news.set, kinds=("version", "finish"))
         self._child: subprocess.Popen[str] | None = None
-        self._mutex = threading.Lock()  # of the child: it is started by one thread and ended by another
+        self._mutex = (
+            threading.Lock()
+        )  # of the child: it is started by one thread and ended by another
         self._thread = threading.Thread(target=self._work, name="scores", daemon=True)
 
     @property
@@ -72,7 +83,9 @@ class Scorer:
                 answer = self._ask(request)
                 failures = failures + 1 if "error" in answer else 0
                 if failures >= MAX_FAILURES and not self._stopped:
-                    self._told(f"scoring is given up: {answer['error']}; the run goes on without scores")
+                    self._told(
+                        f"scoring is given up: {answer['error']}; the run goes on without scores"
+                    )
                     return
                 if failures:
                     scored = None
@@ -106,13 +119,20 @@ class Scorer:
         live = self._coordinator.live
         with live.lock:
             newest = [live.newest(index) for index in sorted(live.state.blocks)]
-            features = live.recall.features.get(live.config.blocks, ()) if live.config.compose == "fuse" else ()
+            features = (
+                live.recall.features.get(live.config.blocks, ())
+                if live.config.compose == "fuse"
+                else ()
+            )
             moved = {"bytes_in": live.moved[0], "bytes_out": live.moved[1]}
 
         def path(name: str) -> str:
             return str(live.store.blobs.path(name))
 
-        event: dict[str, Any] = {"versions": {str(found.block): found.version for found in newest}, **moved}
+        event: dict[str, Any] = {
+            "versions": {str(found.block): found.version for found in newest},
+            **moved,
+        }
         if features:
             event["features"] = {str(pin.block): pin.version for pin in features}
         return {

@@ -25,7 +25,10 @@ def status(live: LiveRun, now: float) -> Status:
     """`GET /v1/status`. Needs no lock: what a run knows is never changed in place, only replaced."""
     run, over = live.state, live.finished
     out = [lease for lease in run.leases.values() if not lease.expired]
-    training, leased = {lease.worker: lease for lease in out if not lease.trained}, Counter([lease.block for lease in out])
+    training, leased = (
+        {lease.worker: lease for lease in out if not lease.trained},
+        Counter([lease.block for lease in out]),
+    )
     bytes_in, bytes_out = live.moved
     return Status(
         protocol=PROTOCOL,
@@ -41,7 +44,10 @@ def status(live: LiveRun, now: float) -> Status:
         task_seconds=live.options.task_seconds,
         task_steps=live.options.fixed_steps,
         blocks=tuple(_block(live, run, now, index, leased[index]) for index in sorted(run.blocks)),
-        workers=tuple(_worker(live, run, now, record, training.get(name)) for name, record in sorted(_shown(live, run))),
+        workers=tuple(
+            _worker(live, run, now, record, training.get(name))
+            for name, record in sorted(_shown(live, run))
+        ),
         refusals={Code(code): count for code, count in sorted(live.recall.refusals.items())},
         scores=live.teller.feed.scores,
         bytes_in=bytes_in,
@@ -61,7 +67,9 @@ def _block(live: LiveRun, run: RunState, now: float, index: int, leased: int) ->
         target=target_replicas(now, run, live.options, index),
         minimum=live.options.min_replicas,
         extensions=int(block.round.extended),
-        open_seconds=max(0.0, round_length(block, live.options) - (remaining(now, block.round.deadline) or 0.0)),
+        open_seconds=max(
+            0.0, round_length(block, live.options) - (remaining(now, block.round.deadline) or 0.0)
+        ),
         deadline_seconds=remaining(now, block.round.deadline) or 0.0,
         reason=why[:MAX_SENTENCE],
     )
@@ -84,11 +92,15 @@ def _block(live: LiveRun, run: RunState, now: float, index: int, leased: int) ->
 def _shown(live: LiveRun, run: RunState) -> list[tuple[str, WorkerRecord]]:
     """Whoever is here, then those that were."""
     known = list(live.known.items())
-    here, gone = ([item for item in known if (item[0] in run.workers) is present] for present in (True, False))
+    here, gone = (
+        [item for item in known if (item[0] in run.workers) is present] for present in (True, False)
+    )
     return [*here, *gone][:MAX_WORKERS]
 
 
-def _worker(live: LiveRun, run: RunState, now: float, record: WorkerRecord, lease: Lease | None) -> WorkerStatus:
+def _worker(
+    live: LiveRun, run: RunState, now: float, record: WorkerRecord, lease: Lease | None
+) -> WorkerStatus:
     name = record.state.id
     found = run.workers.get(name)
     tally = live.recall.workers.get(name, Tally())
@@ -123,7 +135,9 @@ def _unchecked(**fields: Any) -> WorkerStatus:
     return made
 
 
-def _state(live: LiveRun, run: RunState, now: float, worker: WorkerState | None, busy: bool) -> Presence:
+def _state(
+    live: LiveRun, run: RunState, now: float, worker: WorkerState | None, busy: bool
+) -> Presence:
     if worker is None:
         return "left"
     if worker.kicked:

@@ -24,12 +24,18 @@ from blocktrain.web.pages import page_file
 
 MAX_LISTENERS = 64
 STATUS_SECONDS = 2.0
-ALIVE_SECONDS = 10.0  # without an event a comment is sent, so that nobody in between takes the line for dead
+ALIVE_SECONDS = (
+    10.0  # without an event a comment is sent, so that nobody in between takes the line for dead
+)
 SHOWN_WORKERS = 200  # in the status that the page gets
 PIECE = 1 << 16
 
 PAGE = Path(__file__).parents[1] / "web" / "dashboard"
-STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Content-Type-Options": "nosniff"}
+STREAM_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 async def page(request: Request) -> Response:
@@ -103,7 +109,11 @@ class _Stream:
             if self.ended or self.listener.gone:
                 return
             status, self.status = self.status, None
-            yield b"".join(map(framed, self.listener.take())) + (passing("status", status) if status else b"") or b": alive\n\n"
+            yield (
+                b"".join(map(framed, self.listener.take()))
+                + (passing("status", status) if status else b"")
+                or b": alive\n\n"
+            )
 
 
 class Told(StreamingResponse):
@@ -198,7 +208,9 @@ def find_log(where: Path) -> Path:
         if next(History(log).scan(), None) is None:
             raise RunError(f"{log} holds no events of a coordinator")
     except OSError as error:
-        raise RunError(f"cannot read {log}: {error.strerror or error}; name a coordinator's folder or its {EVENTS}") from None
+        raise RunError(
+            f"cannot read {log}: {error.strerror or error}; name a coordinator's folder or its {EVENTS}"
+        ) from None
     return log
 
 
@@ -207,7 +219,11 @@ def replay_app(log: Path) -> Starlette:
 
     async def events(request: Request) -> Response:
         after, _ = asked(request)
-        return StreamingResponse(iterate_in_threadpool(_whole(log, after)), headers=STREAM_HEADERS, media_type="text/event-stream")
+        return StreamingResponse(
+            iterate_in_threadpool(_whole(log, after)),
+            headers=STREAM_HEADERS,
+            media_type="text/event-stream",
+        )
 
     async def is_a_replay(_: Request) -> Response:
         return JSONResponse({"replay": True})

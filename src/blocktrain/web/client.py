@@ -72,7 +72,9 @@ class Calls(Protocol):
     def upload_state(self, task: int, ticket: str) -> UploadState:
         """GET /v1/uploads/{task}."""
 
-    def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> UploadState:
+    def put_chunk(
+        self, task: int, index: int, ticket: str, content: bytes, digest: str
+    ) -> UploadState:
         """PUT /v1/uploads/{task}/{index}."""
 
     def submit(self, message: Submission) -> SubmitReply:
@@ -117,7 +119,9 @@ class LocalClient:
         """GET /v1/uploads/{task}."""
         return _again(self._coordinator.upload_state(task, ticket))
 
-    def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> UploadState:
+    def put_chunk(
+        self, task: int, index: int, ticket: str, content: bytes, digest: str
+    ) -> UploadState:
         """PUT /v1/uploads/{task}/{index}."""
         return _again(self._coordinator.put_chunk(task, index, ticket, content, digest))
 
@@ -149,15 +153,26 @@ def _again(message: R) -> R:
 class HttpClient:
     """A coordinator somewhere else. Calls are safe to repeat, but only the caller knows how long that makes sense."""
 
-    def __init__(self, url: str, token: str = "", *, ca: Path | None = None, timeout: float = 30.0) -> None:
+    def __init__(
+        self, url: str, token: str = "", *, ca: Path | None = None, timeout: float = 30.0
+    ) -> None:
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise BlockTrainError(f"{url!r} is not the address of a coordinator; it looks like http://host:port")
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-        verify = _trust(ca) if ca else self.url.startswith("https:")  # a fifth of a second to read whom to trust, where nobody is asked
+            raise BlockTrainError(
+                f"{url!r} is not the address of a coordinator; it looks like http://host:port"
+            )
+        headers = {
+            "Accept-Encoding": "identity",
+            **({"Authorization": f"Bearer {token}"} if token else {}),
+        }
+        verify = (
+            _trust(ca) if ca else self.url.startswith("https:")
+        )  # a fifth of a second to read whom to trust, where nobody is asked
         # Shorter than the server's keep-alive: a connection must not be closed while a request is on its way.
         limits = httpx2.Limits(keepalive_expiry=20.0)
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, verify=verify, limits=limits)
+        self._http = httpx2.Client(
+            base_url=self.url, headers=headers, timeout=timeout, verify=verify, limits=limits
+        )
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -183,11 +198,20 @@ class HttpClient:
         """GET /v1/uploads/{task}."""
         return self._get(UploadState, f"/v1/uploads/{task}", {TICKET_HEADER: ticket})
 
-    def put_chunk(self, task: int, index: int, ticket: str, content: bytes, digest: str) -> UploadState:
+    def put_chunk(
+        self, task: int, index: int, ticket: str, content: bytes, digest: str
+    ) -> UploadState:
         """PUT /v1/uploads/{task}/{index}."""
-        headers = {TICKET_HEADER: ticket, DIGEST_HEADER: digest, "Content-Type": "application/octet-stream"}
+        headers = {
+            TICKET_HEADER: ticket,
+            DIGEST_HEADER: digest,
+            "Content-Type": "application/octet-stream",
+        }
         with _reaching(self.url):
-            return _message(UploadState, self._http.put(f"/v1/uploads/{task}/{index}", content=content, headers=headers))
+            return _message(
+                UploadState,
+                self._http.put(f"/v1/uploads/{task}/{index}", content=content, headers=headers),
+            )
 
     def submit(self, message: Submission) -> SubmitReply:
         """POST /v1/updates."""
@@ -195,8 +219,14 @@ class HttpClient:
 
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
         """GET /v1/blobs/{sha256}, from byte `start` on."""
-        headers = {**({"Range": range_header(start)} if start else {}), **({WORKER_HEADER: worker} if worker else {})}
-        with _reaching(self.url), self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response:
+        headers = {
+            **({"Range": range_header(start)} if start else {}),
+            **({WORKER_HEADER: worker} if worker else {}),
+        }
+        with (
+            _reaching(self.url),
+            self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response,
+        ):
             if response.status_code != (206 if start else 200):
                 response.read()
                 raise _refused(response)
@@ -224,7 +254,9 @@ class HttpClient:
 
     def _tell(self, path: str, message: Message) -> None:
         with _reaching(self.url):
-            response = self._http.post(path, content=write(message), headers={"Content-Type": "application/json"})
+            response = self._http.post(
+                path, content=write(message), headers={"Content-Type": "application/json"}
+            )
         if response.status_code >= 400:
             raise _refused(response)
 
@@ -234,14 +266,21 @@ class HttpClient:
 
     def _post(self, kind: type[R], path: str, message: Message) -> R:
         with _reaching(self.url):
-            return _message(kind, self._http.post(path, content=write(message), headers={"Content-Type": "application/json"}))
+            return _message(
+                kind,
+                self._http.post(
+                    path, content=write(message), headers={"Content-Type": "application/json"}
+                ),
+            )
 
 
 def _trust(ca: Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise BlockTrainError(f"cannot use the certificate {ca}: {error.strerror or error}") from None
+        raise BlockTrainError(
+            f"cannot use the certificate {ca}: {error.strerror or error}"
+        ) from None
 
 
 @contextmanager
@@ -249,7 +288,9 @@ def _reaching(url: str) -> Iterator[None]:
     try:
         yield
     except httpx2.HTTPError as error:
-        raise Unreachable(f"no answer from {url} ({str(error) or type(error).__name__}); is the coordinator running?") from None
+        raise Unreachable(
+            f"no answer from {url} ({str(error) or type(error).__name__}); is the coordinator running?"
+        ) from None
 
 
 def _message(kind: type[R], response: httpx2.Response) -> R:
@@ -266,11 +307,20 @@ def _refused(response: httpx2.Response) -> BlockTrainError:
     try:
         found = Refusal.model_validate_json(response.content)
     except ValidationError:
-        return Unreachable(f"{response.url} answered {response.status_code} without a reason; is it a coordinator?")
+        return Unreachable(
+            f"{response.url} answered {response.status_code} without a reason; is it a coordinator?"
+        )
     return Refused(found.code, sentence=found.sentence)
 
 
-def fetch(client: Calls, blob: Blob, target: Path, *, worker: str = "", progress: Callable[[int], None] = lambda _: None) -> Path:
+def fetch(
+    client: Calls,
+    blob: Blob,
+    target: Path,
+    *,
+    worker: str = "",
+    progress: Callable[[int], None] = lambda _: None,
+) -> Path:
     """A blob as a file, in `target` when it is whole and its hash is right; continues after an interruption where it ended."""
     if target.exists() and target.stat().st_size == blob.length:
         return target
@@ -293,13 +343,21 @@ def fetch(client: Calls, blob: Blob, target: Path, *, worker: str = "", progress
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != blob.sha256:
         partial.unlink()
-        raise Unreachable(f"the blob {blob.sha256[:12]}... arrived with other bytes; it is fetched again")
+        raise Unreachable(
+            f"the blob {blob.sha256[:12]}... arrived with other bytes; it is fetched again"
+        )
     partial.replace(target)
     sync_folder(target.parent)
     return target
 
 
-def upload(client: Calls, task: int, ticket: str, chunks: list[bytes], sent: Callable[[int], None] = lambda _: None) -> None:
+def upload(
+    client: Calls,
+    task: int,
+    ticket: str,
+    chunks: list[bytes],
+    sent: Callable[[int], None] = lambda _: None,
+) -> None:
     """All chunks that the coordinator does not have yet, several at a time; after an interruption just call it again."""
     have = set(client.upload_state(task, ticket).have)
     missing = deque(index for index in range(len(chunks)) if index not in have)
@@ -336,5 +394,6 @@ def next_room(room: int, seconds: float) -> int:
 def retry_later(error: BlockTrainError) -> bool:
     """Whether the same call may succeed after a pause."""
     return isinstance(error, Unreachable) or (
-        isinstance(error, Refused) and error.code in (Code.BUSY, Code.STORAGE_FAILED, Code.TOO_SLOW, Code.TOO_MANY_REQUESTS)
+        isinstance(error, Refused)
+        and error.code in (Code.BUSY, Code.STORAGE_FAILED, Code.TOO_SLOW, Code.TOO_MANY_REQUESTS)
     )

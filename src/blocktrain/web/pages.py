@@ -25,12 +25,16 @@ HEADERS = {
 async def page_file(folder: Path, request: Request) -> Response | None:
     """GET / and GET /page/{name}; None if there is no such file."""
     name = request.path_params.get("name", "index.html")
-    if (found := _FILE.match(name)) is None or (content := await run_in_threadpool(_read, folder, name)) is None:
+    if (found := _FILE.match(name)) is None or (
+        content := await run_in_threadpool(_read, folder, name)
+    ) is None:
         return None
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
-    return Response(content, headers={**headers, "Content-Type": f"{TYPES[found[1]]}; charset=utf-8"})
+    return Response(
+        content, headers={**headers, "Content-Type": f"{TYPES[found[1]]}; charset=utf-8"}
+    )
 
 
 def _read(folder: Path, name: str) -> bytes | None:

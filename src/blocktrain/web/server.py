@@ -26,7 +26,9 @@ MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
 FINISH_SECONDS = 5  # that what is being answered has when it stops
 STOP_SECONDS = 60.0  # that its threads have to end
-KEEP_ALIVE_SECONDS = 75  # well above the client's: it must never send into a connection that is being closed
+KEEP_ALIVE_SECONDS = (
+    75  # well above the client's: it must never send into a connection that is being closed
+)
 
 
 class DeadlineProtocol(HttpToolsProtocol):
@@ -87,7 +89,9 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _hang_up_after(self, seconds: float) -> asyncio.TimerHandle:
-        return self.loop.call_later(seconds, self.transport.abort)  # to close would wait until all that was sent is read
+        return self.loop.call_later(
+            seconds, self.transport.abort
+        )  # to close would wait until all that was sent is read
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:
@@ -129,7 +133,11 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """While the main thread serves, Ctrl-C and SIGTERM mean: finish; a second Ctrl-C: at once."""
         ours = threading.current_thread() is threading.main_thread()
-        known = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM) if ours}
+        known = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if ours
+        }
         try:
             yield
         finally:
@@ -140,7 +148,9 @@ class _Uvicorn(uvicorn.Server):
 class AppServer:
     """An app on a socket. `url` is known before the first request."""
 
-    def __init__(self, app: Any, listen: Where, end_streams: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: Any, listen: Where, end_streams: Callable[[], None] = lambda: None
+    ) -> None:
         self._thread: threading.Thread | None = None
         self._socket = bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
@@ -162,7 +172,9 @@ class AppServer:
         try:
             config.load()
         except OSError as error:
-            raise ConfigError(f"cannot use the certificate {listen.certificate}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"cannot use the certificate {listen.certificate}: {error.strerror or error}"
+            ) from None
         self._server = _Uvicorn(config, end_streams)
 
     async def serve(self, started: Callable[[], None] = lambda: None) -> None:
@@ -172,7 +184,9 @@ class AppServer:
 
     def start(self) -> None:
         """Serve in a thread; connections wait in the socket's queue until its loop runs."""
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="server", daemon=True
+        )
         self._thread.start()
 
     def serves(self, seconds: float) -> bool:
@@ -198,7 +212,11 @@ def body_seconds(length: int) -> float:
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
     """Run to its end, on uvloop where that is installed."""
-    factory = getattr(importlib.import_module("uvloop"), "new_event_loop") if importlib.util.find_spec("uvloop") else None  # noqa: B009
+    factory = (
+        getattr(importlib.import_module("uvloop"), "new_event_loop")
+        if importlib.util.find_spec("uvloop")
+        else None
+    )
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(work)
 
@@ -212,7 +230,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
         listening.listen(BACKLOG)  # from now on they wait, and the port is nobody else's
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port") from None
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port"
+        ) from None
     return listening
 
 

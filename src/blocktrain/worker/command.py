@@ -30,7 +30,17 @@ from blocktrain.worker.slots import own_identity
 
 REPORT_SECONDS = 0.5
 STOP_SECONDS = 5.0  # until a stop that nobody notices ends the process
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 2**10,
+    "MI": 2**20,
+    "GI": 2**30,
+    "TI": 2**40,
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,9 @@ class WorkerOptions:
 def run_worker(options: WorkerOptions) -> int:
     """Work for a coordinator until its run is finished or the user stops it; the exit code."""
     device = str(pick_device(options.device))
-    if device == "cpu":  # the same bits as in an audit; a machine with many cores runs many workers, or they would get in each other's way
+    if (
+        device == "cpu"
+    ):  # the same bits as in an audit; a machine with many cores runs many workers, or they would get in each other's way
         torch.set_num_threads(1)
     memory = parse_bytes(options.memory) if options.memory else _machine_memory(device)
     machine = Machine(device, memory, as_name(options.name or platform.node()))
@@ -58,7 +70,9 @@ def run_worker(options: WorkerOptions) -> int:
     screen: JsonLines | Screen = JsonLines() if options.json else Screen()
     try:
         with own_identity(options.cache) as identity, screen, _signals(screen) as asked:
-            Worker(client, options.cache, identity, machine, screen.told).run(asked.stopping.is_set, asked.finishing.is_set)
+            Worker(client, options.cache, identity, machine, screen.told).run(
+                asked.stopping.is_set, asked.finishing.is_set
+            )
     finally:
         client.close()
     return 0
@@ -66,7 +80,9 @@ def run_worker(options: WorkerOptions) -> int:
 
 def parse_bytes(text: str) -> int:
     """8GB, 512 MiB or 1.5e9 as a number of bytes."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
+    match = re.fullmatch(
+        r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e")
+    )
     try:
         if match is None:
             raise ValueError
@@ -88,7 +104,9 @@ def _machine_memory(device: str) -> int:
 class _Asked:
     """What the user has asked for by signals."""
 
-    finishing: threading.Event = field(default_factory=threading.Event)  # end after the current task
+    finishing: threading.Event = field(
+        default_factory=threading.Event
+    )  # end after the current task
     stopping: threading.Event = field(default_factory=threading.Event)  # end with the current step
 
 
@@ -116,12 +134,17 @@ def _signals(screen: JsonLines | Screen) -> Iterator[_Asked]:
                 except Empty:
                     pass
                 console.show_cursor()
-                os._exit(0)  # in a long download, or a call that nobody answers: all that counts is on the disk
+                os._exit(
+                    0
+                )  # in a long download, or a call that nobody answers: all that counts is on the disk
             again = True
             # By a thread of its own: whoever reads what is said may be gone, or not read, and the next signal counts all the same.
             threading.Thread(target=leaving, name="leaving", daemon=True).start()
 
-    before = {number: signal.signal(number, lambda number, _: signals.put(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda number, _: signals.put(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     threading.Thread(target=heed, name="signals", daemon=True).start()
     try:
         yield asked
@@ -153,7 +176,9 @@ class JsonLines:
                     return
                 self._said = now
             line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n"
-            print(line, end="", flush=True)  # in one piece: the process may be ended between a line and its end
+            print(
+                line, end="", flush=True
+            )  # in one piece: the process may be ended between a line and its end
 
 
 class Screen:

@@ -52,7 +52,16 @@ class Tally:
 class Worker:
     """One worker of one coordinator; `shared` as in Cabinet."""
 
-    def __init__(self, client: Calls, cache: Path, identity: Identity, machine: Machine, told: Told, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        client: Calls,
+        cache: Path,
+        identity: Identity,
+        machine: Machine,
+        told: Told,
+        *,
+        shared: bool = False,
+    ) -> None:
         self._line = Line(client, identity, told)
         self._told, self._machine, self._id = told, machine, identity.worker
         self._cabinet = Cabinet(cache, identity.worker, shared=shared)
@@ -60,11 +69,17 @@ class Worker:
         self._speed = 0.0
         self._desk: Desk | None = None
         self._delivery: Delivery | None = None
-        self._rejected: set[int] = set()  # tasks whose update was refused: nothing may continue them
+        self._rejected: set[int] = (
+            set()
+        )  # tasks whose update was refused: nothing may continue them
         self._stopped: Callable[[], bool] = lambda: False
         self._finishing: Callable[[], bool] = lambda: False
 
-    def run(self, stopped: Callable[[], bool] = lambda: False, finishing: Callable[[], bool] = lambda: False) -> Tally:
+    def run(
+        self,
+        stopped: Callable[[], bool] = lambda: False,
+        finishing: Callable[[], bool] = lambda: False,
+    ) -> Tally:
         """Work until the run is finished. `finishing` ends it after the current task, `stopped` at once; nothing is lost either way."""
         self._stopped, self._finishing = stopped, finishing
         try:
@@ -116,13 +131,27 @@ class Worker:
 
         reply = self._line.insist(call, self._stopped)
         if reply.protocol != m.PROTOCOL or reply.worker != self._id:
-            raise RunError(f"the coordinator speaks protocol {reply.protocol}, this worker {m.PROTOCOL}; install the same version")
+            raise RunError(
+                f"the coordinator speaks protocol {reply.protocol}, this worker {m.PROTOCOL}; install the same version"
+            )
         self.config = _config(reply, machine.device)
         self._cabinet.trust(reply.run, reply.coordinator)
-        self._line.run, self._line.fingerprint, self._line.key = reply.run, reply.fingerprint, reply.coordinator
+        self._line.run, self._line.fingerprint, self._line.key = (
+            reply.run,
+            reply.fingerprint,
+            reply.coordinator,
+        )
         self._require_memory(1)
-        self._downloads = Downloads(self._line, self._cabinet.cache, self._cabinet.weights(reply.run), self._stopped)
-        self._told("joined", run=reply.run, worker=self._id, blocks=self.config.blocks, corpus=reply.corpus.name)
+        self._downloads = Downloads(
+            self._line, self._cabinet.cache, self._cabinet.weights(reply.run), self._stopped
+        )
+        self._told(
+            "joined",
+            run=reply.run,
+            worker=self._id,
+            blocks=self.config.blocks,
+            corpus=reply.corpus.name,
+        )
         self.corpus: Corpus = self._downloads.corpus(reply.corpus)
         self.corpus.require(self.config.context)
         return reply
@@ -191,7 +220,9 @@ class Worker:
             self._delivery = sending
         if self._wait_for_answer(max(PATIENCE * seconds, LEAST_PATIENCE)):
             return self._settle()
-        reply = self._line.insist(lambda: self._line.heartbeat(task, task.steps, None, 0), self._stopped)  # trained: on its way
+        reply = self._line.insist(
+            lambda: self._line.heartbeat(task, task.steps, None, 0), self._stopped
+        )  # trained: on its way
         if not reply.go_on:  # the coordinator has judged it: the answer is on its way
             return self._answer()
         self._told("sending", block=task.block, task=task.task)
@@ -201,7 +232,14 @@ class Worker:
         """Train a task and begin to send its update; None if it was abandoned."""
         order = task.order
         desk = self._sit(order, folder)
-        self._told("task", block=order.block, task=order.task, base=order.base, start=order.start_step, steps=order.steps)
+        self._told(
+            "task",
+            block=order.block,
+            task=order.task,
+            base=order.base,
+            start=order.start_step,
+            steps=order.steps,
+        )
         began, losses = time.monotonic(), []
         if (halfway := folder.halfway(order, desk.facts)) is not None:
             began -= halfway.pause.seconds
@@ -219,17 +257,27 @@ class Worker:
                     folder.halt(desk.halfway(order, losses, time.monotonic() - began))
                     raise Interrupted("stopped")
                 if pulse.over or not self._still_good(desk):
-                    self._told("abandoned", task=order.task, reason=pulse.over or "the update that it continues was refused")
+                    self._told(
+                        "abandoned",
+                        task=order.task,
+                        reason=pulse.over or "the update that it continues was refused",
+                    )
                     return None
         seconds = max(time.monotonic() - began, 1e-9)
         self._speed = order.steps / seconds
-        self._answer(desk)  # the residual of the update before must be known before this one is compressed
+        self._answer(
+            desk
+        )  # the residual of the update before must be known before this one is compressed
         if not self._still_good(desk):
-            self._told("abandoned", task=order.task, reason="the update that it continues was refused")
+            self._told(
+                "abandoned", task=order.task, reason="the update that it continues was refused"
+            )
             return None
         return self._finish(task, desk, folder, losses, seconds)
 
-    def _finish(self, task: m.Task, desk: Desk, folder: BlockFolder, losses: list[float], seconds: float) -> Delivery:
+    def _finish(
+        self, task: m.Task, desk: Desk, folder: BlockFolder, losses: list[float], seconds: float
+    ) -> Delivery:
         order, continued = task.order, desk.continued
         after, payload = desk.finish(order)
         submission = m.Submission(
@@ -256,7 +304,13 @@ class Worker:
         folder.save(after, pending, payload)
         self._desk = desk
         self._told(
-            "trained", block=order.block, task=order.task, step=after.facts.step, loss=losses[-1], seconds=seconds, bytes=len(payload)
+            "trained",
+            block=order.block,
+            task=order.task,
+            step=after.facts.step,
+            loss=losses[-1],
+            seconds=seconds,
+            bytes=len(payload),
         )
         return Delivery(self._line, pending, payload, after.residual, again=False)
 
@@ -287,7 +341,10 @@ class Worker:
         """An update that somebody left in a shared folder: an order that goes on from it says that it was accepted."""
         if (old := folder.pending()) is not None:
             ended = (old.task.base + 1, old.task.start_step + old.task.steps)
-            if old.task.task == order.continues.optimizer or ended == (order.base, order.start_step):
+            if old.task.task == order.continues.optimizer or ended == (
+                order.base,
+                order.start_step,
+            ):
                 folder.accept()
             else:
                 folder.refuse()
@@ -315,7 +372,9 @@ class Worker:
 
     def _wait_for_answer(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self._delivery is not None and not self._delivery.wait(min(LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+        while self._delivery is not None and not self._delivery.wait(
+            min(LOOK_SECONDS, max(0.0, end - time.monotonic()))
+        ):
             if self._stopped():
                 raise Interrupted("stopped")
             if time.monotonic() >= end:
@@ -346,14 +405,23 @@ class Worker:
         if reply is not None and reply.receipt.accepted:
             folder.accept()
             if desk is not None and desk.block == task.block and delivery.residual is not None:
-                desk.residual, desk.facts = delivery.residual, desk.facts.model_copy(update={"residual": task.task})
+                desk.residual, desk.facts = (
+                    delivery.residual,
+                    desk.facts.model_copy(update={"residual": task.task}),
+                )
             self.tally.accepted += 1
             self.tally.steps += task.steps
             self.tally.tokens += delivery.pending.submission.tokens
             self.tally.sent += delivery.sent
             step = task.start_step + task.steps
-            told = {"sentence": reply.receipt.sentence, "update": reply.receipt.update, "entry": reply.receipt.entry}
-            self._told("accepted", block=task.block, task=task.task, step=step, bytes=delivery.sent, **told)
+            told = {
+                "sentence": reply.receipt.sentence,
+                "update": reply.receipt.update,
+                "entry": reply.receipt.entry,
+            }
+            self._told(
+                "accepted", block=task.block, task=task.task, step=step, bytes=delivery.sent, **told
+            )
             return reply.next
         error = delivery.error
         if reply is None and not (isinstance(error, Refused) and error.rule.then is Then.NEXT):
@@ -363,7 +431,12 @@ class Worker:
         if self._desk is not None and self._desk.facts.optimizer == task.task:
             self._desk = None
         self.tally.refused += 1
-        self._told("refused", block=task.block, task=task.task, reason=reply.receipt.sentence if reply else str(error))
+        self._told(
+            "refused",
+            block=task.block,
+            task=task.task,
+            reason=reply.receipt.sentence if reply else str(error),
+        )
         return reply.next if reply else None
 
 

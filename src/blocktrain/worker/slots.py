@@ -20,7 +20,9 @@ def own_identity(cache: Path) -> Iterator[Identity]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise IdentityError(f"cannot write {folder}: {error.strerror or error}; name another folder with --cache") from None
+        raise IdentityError(
+            f"cannot write {folder}: {error.strerror or error}; name another folder with --cache"
+        ) from None
     for slot in range(MAX_SLOTS):
         with (folder / f"{slot}.lock").open("w") as lock:
             try:
@@ -29,4 +31,6 @@ def own_identity(cache: Path) -> Iterator[Identity]:
                 continue
             yield open_identity(folder / f"{slot}.pem")
             return
-    raise IdentityError(f"{MAX_SLOTS} workers use {folder} already; name another folder with --cache")
+    raise IdentityError(
+        f"{MAX_SLOTS} workers use {folder} already; name another folder with --cache"
+    )

@@ -22,7 +22,17 @@ from blocktrain.errors import RunError
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.learning.train import read_state, write_state
 from blocktrain.protocol.codec import Tensors
-from blocktrain.protocol.messages import Count, Held, Message, Number, Order, Sha256, Submission, Task, write
+from blocktrain.protocol.messages import (
+    Count,
+    Held,
+    Message,
+    Number,
+    Order,
+    Sha256,
+    Submission,
+    Task,
+    write,
+)
 
 _RESIDUAL = "residual."
 _WEIGHT = "weight."
@@ -45,7 +55,10 @@ class Facts(Message):
         """Whether an order continues this state: it says so, or it begins exactly where this ends."""
         if self.optimizer is None:
             return False
-        return self.optimizer == order.continues.optimizer or (self.version, self.step) == (order.base, order.start_step)
+        return self.optimizer == order.continues.optimizer or (self.version, self.step) == (
+            order.base,
+            order.start_step,
+        )
 
 
 @dataclass
@@ -83,7 +96,10 @@ class Pause(Message):
     def fits(self, order: Order, began: Facts) -> bool:
         """Whether it is on the way to what an order asks for, from the same optimizer; the residual has no part in training."""
         same_order = self.order.model_copy(update={"continues": order.continues}) == order
-        return same_order and (self.began.optimizer, self.began.lineage) == (began.optimizer, began.lineage)
+        return same_order and (self.began.optimizer, self.began.lineage) == (
+            began.optimizer,
+            began.lineage,
+        )
 
 
 @dataclass
@@ -113,15 +129,24 @@ class BlockFolder:
             facts = Facts.model_validate_json(note)
         except (RunError, ValidationError):
             return Kept()
-        residual = {k.removeprefix(_RESIDUAL): t.numpy() for k, t in tensors.items() if k.startswith(_RESIDUAL)}
-        return Kept(facts, {k: t for k, t in tensors.items() if not k.startswith(_RESIDUAL)}, residual)
+        residual = {
+            k.removeprefix(_RESIDUAL): t.numpy()
+            for k, t in tensors.items()
+            if k.startswith(_RESIDUAL)
+        }
+        return Kept(
+            facts, {k: t for k, t in tensors.items() if not k.startswith(_RESIDUAL)}, residual
+        )
 
     def save(self, after: Kept, pending: Pending, payload: bytes) -> None:
         """Keep a trained task until it is answered; durable when this returns."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._note.unlink(missing_ok=True)
         self._halfway.unlink(missing_ok=True)
-        tensors = {**after.moments, **{_RESIDUAL + name: torch.from_numpy(t) for name, t in after.residual.items()}}
+        tensors = {
+            **after.moments,
+            **{_RESIDUAL + name: torch.from_numpy(t) for name, t in after.residual.items()},
+        }
         write_atomic(self._payload, payload)
         write_state(self._next, tensors, after.facts.model_dump_json())
         write_atomic(self._note, write(pending))
@@ -129,7 +154,10 @@ class BlockFolder:
     def halt(self, halfway: Halfway) -> None:
         """Keep a task that is to be continued where it is."""
         self.path.mkdir(parents=True, exist_ok=True)
-        tensors = {**halfway.moments, **{_WEIGHT + name: torch.from_numpy(t) for name, t in halfway.weights.items()}}
+        tensors = {
+            **halfway.moments,
+            **{_WEIGHT + name: torch.from_numpy(t) for name, t in halfway.weights.items()},
+        }
         write_state(self._halfway, tensors, halfway.pause.model_dump_json())
 
     def halfway(self, order: Order, began: Facts) -> Halfway | None:
@@ -140,8 +168,14 @@ class BlockFolder:
             tensors, note = read_state(self._halfway)
             pause = Pause.model_validate_json(note)
             if pause.fits(order, began):
-                weights = {k.removeprefix(_WEIGHT): t.numpy() for k, t in tensors.items() if k.startswith(_WEIGHT)}
-                return Halfway(pause, weights, {k: t for k, t in tensors.items() if not k.startswith(_WEIGHT)})
+                weights = {
+                    k.removeprefix(_WEIGHT): t.numpy()
+                    for k, t in tensors.items()
+                    if k.startswith(_WEIGHT)
+                }
+                return Halfway(
+                    pause, weights, {k: t for k, t in tensors.items() if not k.startswith(_WEIGHT)}
+                )
         except (RunError, ValidationError):
             pass
         self._halfway.unlink(missing_ok=True)
@@ -215,7 +249,9 @@ class Cabinet:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, key.encode())
         elif path.read_text(encoding="ascii") != key:
-            raise RunError(f"this is not the coordinator that the run began with: its key is not the one in {path}")
+            raise RunError(
+                f"this is not the coordinator that the run began with: its key is not the one in {path}"
+            )
 
     def remember(self, run: str, block: int) -> None:
         """Which block is being trained, for the next start."""
@@ -228,6 +264,10 @@ class Cabinet:
             last = json.loads(self._last.read_bytes())
             folder = self.block(last["run"], last["block"])
             facts, pending = folder.load().facts, folder.pending()
-            return Held(block=last["block"], optimizer=pending.task.task if pending else facts.optimizer, residual=facts.residual)
+            return Held(
+                block=last["block"],
+                optimizer=pending.task.task if pending else facts.optimizer,
+                residual=facts.residual,
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None

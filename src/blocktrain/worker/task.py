@@ -21,7 +21,9 @@ from blocktrain.worker.state import Facts, Halfway, Kept, Pause
 from blocktrain.worker.transport import Line
 
 BYTES_OF_A_PARAMETER = 16  # weight, gradient, and the two moments of AdamW
-SAVED_PER_LAYER = 24  # floats of width size that autograd keeps of one position in one layer (bench memory)
+SAVED_PER_LAYER = (
+    24  # floats of width size that autograd keeps of one position in one layer (bench memory)
+)
 
 
 def footprint(config: Config, index: int) -> int:
@@ -52,7 +54,9 @@ class Downloads:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
-                if not _holds(folder / name, blob):  # damaged on the disk: what is trained on it could not be checked by anyone
+                if not _holds(
+                    folder / name, blob
+                ):  # damaged on the disk: what is trained on it could not be checked by anyone
                     (folder / name).unlink(missing_ok=True)
                 self._fetch(blob, folder / name)
         found = open_corpus(str(folder), None, self._cache)
@@ -80,7 +84,9 @@ class Downloads:
         target.unlink(missing_ok=True)
         line = self._line
         line.told("fetching", sha256=blob.sha256, bytes=blob.length)
-        return line.insist(lambda: fetch(line.client, blob, target, worker=line.identity.worker), self._stopped)
+        return line.insist(
+            lambda: fetch(line.client, blob, target, worker=line.identity.worker), self._stopped
+        )
 
 
 def _holds(path: Path, blob: m.Blob) -> bool:
@@ -99,7 +105,9 @@ class Desk:
     residual: Tensors = field(default_factory=dict)
     base: Tensors = field(default_factory=dict)
     reads: tuple[str, ...] = ()  # hashes of the weights that a fusion block reads
-    known: tuple[str, Tensors] | None = None  # the hash that the weights at hand have as a version, if nobody else has a part in it
+    known: tuple[str, Tensors] | None = (
+        None  # the hash that the weights at hand have as a version, if nobody else has a part in it
+    )
 
     @property
     def block(self) -> int:
@@ -113,7 +121,11 @@ class Desk:
 
     def begin(self, order: m.Order, weights: Callable[[m.Blob], Tensors]) -> None:
         """Put the trainer where the order begins."""
-        self.base = self.known[1] if self.known and self.known[0] == order.weights.sha256 else weights(order.weights)
+        self.base = (
+            self.known[1]
+            if self.known and self.known[0] == order.weights.sha256
+            else weights(order.weights)
+        )
         self.known = None
         self.trainer.load_weights(self.base)
         self.trainer.step, self.trainer.stream = order.start_step, order.stream
@@ -126,7 +138,14 @@ class Desk:
     def halfway(self, order: m.Order, losses: Sequence[float], seconds: float) -> Halfway:
         """The order as far as it has come."""
         step, first, last = self.trainer.step, losses[0], losses[-1]
-        pause = Pause(order=order, began=self.facts, step=step, first_loss=first, last_loss=last, seconds=seconds)
+        pause = Pause(
+            order=order,
+            began=self.facts,
+            step=step,
+            first_loss=first,
+            last_loss=last,
+            seconds=seconds,
+        )
         return Halfway(pause, self.trainer.weights(), self.trainer.moments())
 
     def go_on(self, halfway: Halfway) -> list[float]:
@@ -144,7 +163,11 @@ class Desk:
             payload = compress_weights(new)
             self.known = (sha256(pack(new)), dict(new))
         else:
-            payload, left = compress({name: new[name] - self.base[name] for name in new}, self.residual, order.compression)
+            payload, left = compress(
+                {name: new[name] - self.base[name] for name in new},
+                self.residual,
+                order.compression,
+            )
         self.base = {}
         after = Facts(
             optimizer=order.task,
@@ -158,7 +181,9 @@ class Desk:
         return Kept(after, self.trainer.moments(), left), payload
 
 
-def read_blocks(config: Config, pins: Iterable[m.BlockVersion], weights: Callable[[m.Blob], Tensors]) -> list[Block]:
+def read_blocks(
+    config: Config, pins: Iterable[m.BlockVersion], weights: Callable[[m.Blob], Tensors]
+) -> list[Block]:
     """The blocks that a fusion block reads, at the versions that the order pins."""
     blocks = []
     for pin in sorted(pins, key=lambda pin: pin.block):
@@ -168,7 +193,9 @@ def read_blocks(config: Config, pins: Iterable[m.BlockVersion], weights: Callabl
     return blocks
 
 
-def open_desk(config: Config, order: m.Order, weights: Callable[[m.Blob], Tensors], old: Desk | None) -> Desk:
+def open_desk(
+    config: Config, order: m.Order, weights: Callable[[m.Blob], Tensors], old: Desk | None
+) -> Desk:
     """A desk for an order: the old one if it is of the same block, with what the order reads."""
     reads = tuple(pin.weights.sha256 for pin in order.features)
     if old is not None and old.block == order.block:
@@ -176,4 +203,6 @@ def open_desk(config: Config, order: m.Order, weights: Callable[[m.Blob], Tensor
             old.trainer.read(read_blocks(config, order.features, weights))
             old.reads = reads
         return old
-    return Desk(Trainer(config, order.block, read_blocks(config, order.features, weights)), reads=reads)
+    return Desk(
+        Trainer(config, order.block, read_blocks(config, order.features, weights)), reads=reads
+    )

@@ -67,7 +67,9 @@ class Line:
                 self.told("back")
             self._away = away
 
-    def next_task(self, held: m.Held | None, speed: float, *, leaving: bool = False) -> m.Task | m.Wait:
+    def next_task(
+        self, held: m.Held | None, speed: float, *, leaving: bool = False
+    ) -> m.Task | m.Wait:
         """Ask once for the next task."""
         message = m.TaskRequest(
             run=self.run,
@@ -88,7 +90,14 @@ class Line:
     def heartbeat(self, task: m.Task, step: int, loss: float | None, sent: int) -> m.HeartbeatReply:
         """Say once how far a task is."""
         message = m.Heartbeat(
-            run=self.run, worker=self.identity.worker, task=task.task, fence=task.fence, step=step, loss=loss, bytes=sent, nonce=new_nonce()
+            run=self.run,
+            worker=self.identity.worker,
+            task=task.task,
+            fence=task.fence,
+            step=step,
+            loss=loss,
+            bytes=sent,
+            nonce=new_nonce(),
         )
         return self.client.heartbeat(self.identity.sign(message))
 
@@ -112,7 +121,9 @@ def rest(seconds: float, stopped: Callable[[], bool]) -> None:
     end = time.monotonic() + seconds
     while True:
         if stopped():
-            raise Interrupted("stopped; what was trained and not answered is sent at the next start")
+            raise Interrupted(
+                "stopped; what was trained and not answered is sent at the next start"
+            )
         left = end - time.monotonic()
         if left <= 0:
             return
@@ -129,7 +140,9 @@ class Pulse:
         self.error: BlockTrainError | None = None
         self._line, self._task = line, task
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=f"heartbeat-{task.task}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name=f"heartbeat-{task.task}", daemon=True
+        )
 
     def __enter__(self) -> Pulse:
         self._thread.start()
@@ -139,7 +152,9 @@ class Pulse:
         self._ended.set()
 
     def _beat(self) -> None:
-        pause = min(max(self._task.deadline_seconds / BEATS, OFTENEST), RAREST)  # a coordinator may have a thousand workers
+        pause = min(
+            max(self._task.deadline_seconds / BEATS, OFTENEST), RAREST
+        )  # a coordinator may have a thousand workers
         while not self._ended.wait(pause):
             try:
                 reply = self._line.heartbeat(self._task, self.step, self.loss, 0)
@@ -152,14 +167,20 @@ class Pulse:
                     self.error = error
                 return
             if not reply.go_on:
-                self.over = reply.code.value if reply.code else "the coordinator does not wait for it any more"
+                self.over = (
+                    reply.code.value
+                    if reply.code
+                    else "the coordinator does not wait for it any more"
+                )
                 return
 
 
 class Delivery:
     """One update on its way, in a thread of its own, until it is answered or the worker stops."""
 
-    def __init__(self, line: Line, pending: Pending, payload: bytes, residual: Tensors | None, *, again: bool) -> None:
+    def __init__(
+        self, line: Line, pending: Pending, payload: bytes, residual: Tensors | None, *, again: bool
+    ) -> None:
         self.pending, self.residual = pending, residual
         self.reply: m.SubmitReply | None = None
         self.error: BlockTrainError | None = None
@@ -168,7 +189,9 @@ class Delivery:
         self._there = again  # sent before, perhaps even answered: then the answer is enough
         self._cancelled = threading.Event()
         self._done = threading.Event()
-        threading.Thread(target=self._deliver, name=f"delivery-{pending.task.task}", daemon=True).start()
+        threading.Thread(
+            target=self._deliver, name=f"delivery-{pending.task.task}", daemon=True
+        ).start()
 
     @property
     def done(self) -> bool:
@@ -199,7 +222,13 @@ class Delivery:
         for _ in range(RESENDS):
             if not self._there:
                 self.sent = 0
-                upload(self._line.client, task.task, task.ticket, split(self._payload, task.chunk_bytes), self._count)
+                upload(
+                    self._line.client,
+                    task.task,
+                    task.ticket,
+                    split(self._payload, task.chunk_bytes),
+                    self._count,
+                )
                 self._there = True
             try:
                 return self._line.submit(self.pending.submission)
@@ -207,7 +236,9 @@ class Delivery:
                 if error.rule.then is not Then.RESEND:
                     raise
                 self._there = False
-        raise Refused(Code.MALFORMED, f"task {task.task} was sent {RESENDS} times and never arrived whole")
+        raise Refused(
+            Code.MALFORMED, f"task {task.task} was sent {RESENDS} times and never arrived whole"
+        )
 
     def _count(self, sent: int) -> None:
         self.sent += sent

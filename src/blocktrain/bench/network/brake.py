@@ -63,7 +63,9 @@ class Brake:
 
     def _used(self) -> float:
         """Processor time that a free process has used since the last look, on average."""
-        found = {pid: seconds for pid in self._free if (seconds := processor_seconds(pid)) is not None}
+        found = {
+            pid: seconds for pid in self._free if (seconds := processor_seconds(pid)) is not None
+        }
         used = sum(seconds - self._free[pid] for pid, seconds in found.items())
         self._free = found
         return used / max(1, len(found))

@@ -43,10 +43,15 @@ def hosts(count: int, link: Link, port: int, kind: Kind | None = None) -> Iterat
     with ExitStack() as stack:
         found = []
         for index in range(count):
-            name, mine = f"{namespaces.PREFIX}-{os.getpid()}-{index}", replace(link, seed=link.seed + index)
+            name, mine = (
+                f"{namespaces.PREFIX}-{os.getpid()}-{index}",
+                replace(link, seed=link.seed + index),
+            )
             if kind == "namespaces":  # the kernel narrows this one
                 near = stack.enter_context(namespaces.cabled(name, _narrowed(link)))
-                line = shaped(LOCALHOST, port, replace(mine, mbit=0), listen=namespaces.NEAR, network=near)
+                line = shaped(
+                    LOCALHOST, port, replace(mine, mbit=0), listen=namespaces.NEAR, network=near
+                )
             else:
                 line = shaped(LOCALHOST, port, mine)
             found.append(Host(name, kind, stack.enter_context(line)))

@@ -29,7 +29,21 @@ def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
     try:
         for namespace in (near, name):
             _run("ip", "netns", "add", namespace)
-        _run("ip", "-n", near, "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", name)
+        _run(
+            "ip",
+            "-n",
+            near,
+            "link",
+            "add",
+            CABLE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            CABLE,
+            "netns",
+            name,
+        )
         for namespace, address in ((near, NEAR), (name, FAR)):
             _run("ip", "-n", namespace, "addr", "add", f"{address}/30", "dev", CABLE)
             _run("ip", "-n", namespace, "link", "set", CABLE, "up")
@@ -38,7 +52,11 @@ def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", CABLE, "root", *narrowed)
         yield near
     finally:
-        for command in (["-n", near, "link", "del", CABLE], ["netns", "del", near], ["netns", "del", name]):
+        for command in (
+            ["-n", near, "link", "del", CABLE],
+            ["netns", "del", near],
+            ["netns", "del", name],
+        ):
             with suppress(RunError):
                 _run("ip", *command)
 
@@ -73,7 +91,9 @@ def inside(namespace: str) -> Iterator[None]:
 
 def clear_stale() -> None:
     """Remove namespaces whose bench was killed before it could; their cables go with them."""
-    for name, pid in re.findall(rf"^({PREFIX}-(\d+)-[\w-]+)", _run("ip", "netns", "list"), re.MULTILINE):
+    for name, pid in re.findall(
+        rf"^({PREFIX}-(\d+)-[\w-]+)", _run("ip", "netns", "list"), re.MULTILINE
+    ):
         if not _alive(int(pid)):
             with suppress(RunError):
                 _run("ip", "netns", "del", name)
@@ -96,7 +116,11 @@ def _alive(pid: int) -> bool:
 
 def _run(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", "") or str(error)
-        raise RunError(f"{' '.join(command[:4])}: {said.strip()}; run the bench as root, or with plain processes") from None
+        raise RunError(
+            f"{' '.join(command[:4])}: {said.strip()}; run the bench as root, or with plain processes"
+        ) from None

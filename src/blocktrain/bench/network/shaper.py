@@ -25,7 +25,9 @@ from blocktrain.bench.network.namespaces import inside
 from blocktrain.errors import ConfigError, RunError
 
 LOCALHOST = "127.0.0.1"
-SEGMENT = 64 << 10  # bytes of a connection's stream that are lost, or break the connection, together
+SEGMENT = (
+    64 << 10
+)  # bytes of a connection's stream that are lost, or break the connection, together
 PIECE_SECONDS = 0.002  # the line serves its connections in turns of about so long
 QUEUE_SECONDS = 0.05  # that the line's queue holds before senders must wait
 BUFFER = 256 << 10  # bytes that wait at either end
@@ -47,8 +49,13 @@ class Link:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.rtt_ms, self.jitter_ms, self.mbit, self.loss, self.reset) < 0 or self.loss + self.reset > 1:
-            raise ConfigError("a link has no negative figures, and its loss and reset are probabilities of at most 1 together")
+        if (
+            min(self.rtt_ms, self.jitter_ms, self.mbit, self.loss, self.reset) < 0
+            or self.loss + self.reset > 1
+        ):
+            raise ConfigError(
+                "a link has no negative figures, and its loss and reset are probabilities of at most 1 together"
+            )
 
     @property
     def bytes_per_second(self) -> float:
@@ -58,7 +65,11 @@ class Link:
     @property
     def piece(self) -> int:
         """Bytes that pass without another connection's between them."""
-        return int(min(max(self.bytes_per_second * PIECE_SECONDS, 4096), SEGMENT)) if self.mbit else BUFFER
+        return (
+            int(min(max(self.bytes_per_second * PIECE_SECONDS, 4096), SEGMENT))
+            if self.mbit
+            else BUFFER
+        )
 
     @property
     def window(self) -> int:
@@ -85,7 +96,13 @@ def fates(link: Link, connection: int, way: str) -> Iterator[Fate]:
     draws = random.Random(f"{link.seed}/{connection}/{way}")
     while True:
         drawn = draws.random()
-        yield Fate.RESET if drawn < link.reset else Fate.STALL if drawn < link.reset + link.loss else Fate.PASS
+        yield (
+            Fate.RESET
+            if drawn < link.reset
+            else Fate.STALL
+            if drawn < link.reset + link.loss
+            else Fate.PASS
+        )
 
 
 @dataclass
@@ -132,12 +149,22 @@ class Shaped:
         with self._mutex:
             self._control.send(what)
             if not self._control.poll(ANSWER_SECONDS):
-                raise RunError(f"the link shaper on port {self.port} does not answer; the machine may be overloaded")
+                raise RunError(
+                    f"the link shaper on port {self.port} does not answer; the machine may be overloaded"
+                )
             return self._control.recv()
 
 
 @contextmanager
-def shaped(host: str, port: int, link: Link, *, listen: str = LOCALHOST, network: str = "", apart: bool = True) -> Iterator[Shaped]:
+def shaped(
+    host: str,
+    port: int,
+    link: Link,
+    *,
+    listen: str = LOCALHOST,
+    network: str = "",
+    apart: bool = True,
+) -> Iterator[Shaped]:
     """A link to a server, as long as the block lasts; in a process of its own, or with `apart=False` in a thread of this one.
 
     With a `network`, those who are to be served are in that namespace; the server is where this process is.
@@ -168,19 +195,26 @@ def shaped(host: str, port: int, link: Link, *, listen: str = LOCALHOST, network
         ours.close()
 
 
-def _serve(control: Connection, listen: str, network: str, target: tuple[str, int], link: Link) -> None:
+def _serve(
+    control: Connection, listen: str, network: str, target: tuple[str, int], link: Link
+) -> None:
     """The proxy's process or thread: until it is told to end, or nobody is there to tell."""
     try:
         with inside(network) if network else nullcontext():
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)  # the kernel must not take what the line does not
+        listening.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER
+        )  # the kernel must not take what the line does not
         listening.bind((listen, 0))
         listening.listen(1024)
     except (OSError, RunError) as error:
         control.send(f"{listen}: {getattr(error, 'strerror', '') or error}")
         return
-    with listening, suppress(KeyboardInterrupt):  # Ctrl-C reaches the whole group; the parent's pipe ends with it
+    with (
+        listening,
+        suppress(KeyboardInterrupt),
+    ):  # Ctrl-C reaches the whole group; the parent's pipe ends with it
         asyncio.run(_Proxy(listening, target, link).run(control))
 
 
@@ -251,7 +285,10 @@ class _Proxy:
             await asyncio.sleep(self.link.rtt_ms / 1000)
             await self.opened.wait()
             await asyncio.get_running_loop().sock_connect(server, self.target)
-            await _relay(_Stream(self, client, server, "up", number), _Stream(self, server, client, "down", number))
+            await _relay(
+                _Stream(self, client, server, "up", number),
+                _Stream(self, server, client, "down", number),
+            )
             clean = True
         except* OSError:
             pass  # broken, or nobody listens there: either is told by a reset

@@ -33,8 +33,24 @@ from blocktrain.runs.folder import Run, block_name, load_block, publish, read_js
 from blocktrain.runs.results import peak_mb
 
 SCALES: dict[str, dict[str, Any]] = {
-    "standard": {"width": 128, "layers_per_block": 2, "blocks": 4, "context": 128, "batch": 16, "steps": 1200},
-    "tiny": {"width": 32, "heads": 2, "layers_per_block": 1, "blocks": 4, "context": 32, "batch": 8, "steps": 60, "z_width": 32},
+    "standard": {
+        "width": 128,
+        "layers_per_block": 2,
+        "blocks": 4,
+        "context": 128,
+        "batch": 16,
+        "steps": 1200,
+    },
+    "tiny": {
+        "width": 32,
+        "heads": 2,
+        "layers_per_block": 1,
+        "blocks": 4,
+        "context": 32,
+        "batch": 8,
+        "steps": 60,
+        "z_width": 32,
+    },
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384}
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
@@ -42,7 +58,10 @@ STOPPED = "told to stop; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "exact": {**PRESETS["paper"], "skip": "exact"},  # what the skip alone changes; first, as its evaluation takes longest
+    "exact": {
+        **PRESETS["paper"],
+        "skip": "exact",
+    },  # what the skip alone changes; first, as its evaluation takes longest
     "fuse": {"compose": "fuse"},
     "pool": {"compose": "pool"},
     "same": {"compose": "fuse", "data_order": "shared"},
@@ -64,7 +83,9 @@ class Setup:
     def config(self, variant: str) -> Config:
         """Settings of a variant; leakage variants are named by their lowest noise level."""
         if variant.startswith("leakage_"):
-            return self.base.replace(**VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_")))
+            return self.base.replace(
+                **VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_"))
+            )
         return self.base.replace(**VARIANTS[variant])
 
     def run(self, variant: str) -> Run:
@@ -101,14 +122,31 @@ def jobs(setup: Setup) -> list[Job]:
         for index in range(1, config.blocks + 1):
             if twin(config, variant, index):
                 continue
-            reads = [_job_name(config, variant, n) for n in range(1, config.independent + 1)] if index > config.independent else []
-            planned.append(Job(f"{variant}-{block_name(index)}", train_job, (setup, variant, index), after=tuple(reads)))
+            reads = (
+                [_job_name(config, variant, n) for n in range(1, config.independent + 1)]
+                if index > config.independent
+                else []
+            )
+            planned.append(
+                Job(
+                    f"{variant}-{block_name(index)}",
+                    train_job,
+                    (setup, variant, index),
+                    after=tuple(reads),
+                )
+            )
         needs = {_job_name(config, variant, n) for n in range(1, config.blocks + 1)}
         needs |= {"end_to_end"} if variant == "fuse" else set()
-        planned.append(Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs))))
+        planned.append(
+            Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs)))
+        )
     planned.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
     done = {job.name for job in planned if setup.result(job.name).exists()}
-    return [Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in done)) for j in planned if j.name not in done]
+    return [
+        Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in done))
+        for j in planned
+        if j.name not in done
+    ]
 
 
 def _job_name(config: Config, variant: str, index: int) -> str:
@@ -133,7 +171,11 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     version = version_beside(trainer.step, config.steps)
     for step, loss in trainer.run(setup.source.open().train, config.steps):
         losses = [*losses[-99:], loss]
-        if variant == "fuse" and 0 < index <= config.independent and is_published(step, config.steps):
+        if (
+            variant == "fuse"
+            and 0 < index <= config.independent
+            and is_published(step, config.steps)
+        ):
             publish(Run(run.folder / f"version-{step}"), index, trainer.block)
         if variant == "beside" and reads and version != version_beside(step, config.steps):
             version = version_beside(step, config.steps)
@@ -144,7 +186,15 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             trainer.save(state)
             raise Interrupted(STOPPED)
     publish(run, index, trainer.block)
-    _save(setup, name, {"seconds": round(trainer.seconds, 1), "peak_mb": peak_mb(), "train_ce": sum(losses) / len(losses)})
+    _save(
+        setup,
+        name,
+        {
+            "seconds": round(trainer.seconds, 1),
+            "peak_mb": peak_mb(),
+            "train_ce": sum(losses) / len(losses),
+        },
+    )
     state.unlink(missing_ok=True)
 
 
@@ -169,7 +219,9 @@ def _version(setup: Setup, config: Config, index: int, step: int) -> Block:
 
 def _final(setup: Setup, variant: str, index: int) -> Block:
     config = setup.config(variant)
-    return load_block(setup.run(twin(config, variant, index) or variant), config, index, torch.device("cpu"))
+    return load_block(
+        setup.run(twin(config, variant, index) or variant), config, index, torch.device("cpu")
+    )
 
 
 def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
@@ -193,7 +245,10 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     if config.compose == "euler":
         draws = MARGINAL_DRAWS if variant == "exact" else 1
         predict = euler_predictors(model, seed=config.seed, draws=draws)
-        found["ce"] = {**found.get("ce", {}), **cross_entropies(predict, valid, config.context, progress=progress)}
+        found["ce"] = {
+            **found.get("ce", {}),
+            **cross_entropies(predict, valid, config.context, progress=progress),
+        }
     if variant == "fuse":
         reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
         found["reference"] = evaluate_alone(reference, valid, config.context)
@@ -209,7 +264,12 @@ def samples_job(channel: Channel, setup: Setup) -> None:
     reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
     count = 32 if setup.valid_limit is None else 4
     rows = judge_samples(
-        model, reference, setup.valid(), count=count, seed=config.seed, progress=lambda share: _going_on(channel, share=share)
+        model,
+        reference,
+        setup.valid(),
+        count=count,
+        seed=config.seed,
+        progress=lambda share: _going_on(channel, share=share),
     )
     _save(setup, "samples", {"rows": rows})
 
@@ -234,4 +294,6 @@ def clear_versions(setup: Setup) -> None:
 
 def results(setup: Setup) -> dict[str, dict[str, Any]]:
     """What all jobs left, by job."""
-    return {path.stem: read_json(path) for path in sorted((setup.folder / "results").glob("*.json"))}
+    return {
+        path.stem: read_json(path) for path in sorted((setup.folder / "results").glob("*.json"))
+    }

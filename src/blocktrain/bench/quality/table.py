@@ -23,7 +23,9 @@ Row = dict[str, Any]
 def seed_rows(setup: Setup) -> dict[str, Any]:
     """All rows of one finished seed, and what does not fit into rows."""
     left = results(setup)
-    fuse, pool, same, beside, paper, exact = (left[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact"))
+    fuse, pool, same, beside, paper, exact = (
+        left[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact")
+    )
     blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
     best = blocks.index(min(blocks)) + 1
     row = partial(_row, setup, left, len(setup.source.open().train))
@@ -48,18 +50,34 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         "blocks": blocks,
         "pool_of_fuse": fuse["pool"],
         "after_block": {
-            name: [ce[f"euler_{n}"] for n in range(1, setup.base.blocks + 1)] for name, ce in (("paper", paper), ("exact", exact))
+            name: [ce[f"euler_{n}"] for n in range(1, setup.base.blocks + 1)]
+            for name, ce in (("paper", paper), ("exact", exact))
         },
         "samples": left["samples"]["rows"],
         "leakage": _leakage(setup, left),
     }
 
 
-def _row(setup: Setup, left: dict[str, Row], size: int, name: str, ce: float, variant: str, indices: Iterable[int] | None = None) -> Row:
+def _row(
+    setup: Setup,
+    left: dict[str, Row],
+    size: int,
+    name: str,
+    ce: float,
+    variant: str,
+    indices: Iterable[int] | None = None,
+) -> Row:
     """Training seconds are summed over the blocks a row is made of; memory is that of its largest process."""
     config = setup.config(variant)
     used = list(indices if indices is not None else range(1, config.blocks + 1))
-    jobs = [left["end_to_end" if i == REFERENCE else f"{twin(config, variant, i) or variant}-{block_name(i)}"] for i in used]
+    jobs = [
+        left[
+            "end_to_end"
+            if i == REFERENCE
+            else f"{twin(config, variant, i) or variant}-{block_name(i)}"
+        ]
+        for i in used
+    ]
     return {
         "name": name,
         "valid_ce": ce,
@@ -82,7 +100,13 @@ def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -
     config = setup.config(variant)
     streams = {1 if config.data_order == "shared" and i else i for i in indices}
     draws = {"seed": config.seed, "batch": config.batch, "context": config.context}
-    starts = np.concatenate([batch_offsets(size, stream=stream, step=step, **draws) for stream in streams for step in range(config.steps)])
+    starts = np.concatenate(
+        [
+            batch_offsets(size, stream=stream, step=step, **draws)
+            for stream in streams
+            for step in range(config.steps)
+        ]
+    )
     length = config.context + 1
     return int(np.minimum(np.diff(np.sort(starts)), length).sum()) + length
 
@@ -96,14 +120,24 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
         variant = leakage_variant(setup, sigma)
         ce = left[f"evaluate-{variant}"]["ce"]
         last = left[f"{variant}-{block_name(setup.base.blocks)}"]
-        found.append({"sigma_min": sigma, "train_ce_last_block": last["train_ce"], "composed_ce": ce["euler"], "pool_ce": ce["pool"]})
+        found.append(
+            {
+                "sigma_min": sigma,
+                "train_ce_last_block": last["train_ce"],
+                "composed_ce": ce["euler"],
+                "pool_ce": ce["pool"],
+            }
+        )
     return found
 
 
 def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
     """As the lowest noise falls, the target leaks: the last block's training loss falls with it, the composed model's does not."""
     sigmas = [row["sigma_min"] for row in leakage]
-    for key, label, colour in (("composed_ce", "composed, valid", "#d55e00"), ("train_ce_last_block", "last block, training", "#555")):
+    for key, label, colour in (
+        ("composed_ce", "composed, valid", "#d55e00"),
+        ("train_ce_last_block", "last block, training", "#555"),
+    ):
         axes.plot(sigmas, [row[key] for row in leakage], "o-", color=colour, label=label)
     axes.set_xscale("log")
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
@@ -122,8 +156,12 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
         for key in ("valid_ce", "gap", "seconds", "peak_mb", "million_parameters", "distinct_mb"):
             row[key] = round(statistics.mean(r[key] for r in same_name), 5)
         if len(seeds) > 1:
-            row["spread"] = round(max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5)
-            row["gap_spread"] = round(max(r["gap"] for r in same_name) - min(r["gap"] for r in same_name), 5)
+            row["spread"] = round(
+                max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5
+            )
+            row["gap_spread"] = round(
+                max(r["gap"] for r in same_name) - min(r["gap"] for r in same_name), 5
+            )
         rows.append(row)
     return rows
 
@@ -138,15 +176,22 @@ def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -
     shown = sorted(rows, key=lambda row: -row["valid_ce"])
     ratios = (2, 1) if leakage else (1,)
     size = (13 if leakage else 8, 0.34 * len(shown) + 1.2)
-    figure, panels = pyplot.subplots(1, len(ratios), squeeze=False, width_ratios=ratios, figsize=size)
+    figure, panels = pyplot.subplots(
+        1, len(ratios), squeeze=False, width_ratios=ratios, figsize=size
+    )
     axes = panels[0][0]
     reference = next(row["valid_ce"] for row in rows if row["name"] == "end_to_end")
     axes.axvline(reference, color="#888", linewidth=1)
     ours = {"pool", "fuse"}
     for y, row in enumerate(shown):
-        colour = "#0072b2" if row["name"] in ours else "#d55e00" if row["name"] == "paper" else "#555"
+        colour = (
+            "#0072b2" if row["name"] in ours else "#d55e00" if row["name"] == "paper" else "#555"
+        )
         axes.plot(row["valid_ce"], y, "o", color=colour)
-        label, beside = f"{row['valid_ce']:.3f} ({row['gap']:+.3f})", {"xytext": (7, 0), "textcoords": "offset points"}
+        label, beside = (
+            f"{row['valid_ce']:.3f} ({row['gap']:+.3f})",
+            {"xytext": (7, 0), "textcoords": "offset points"},
+        )
         axes.annotate(label, (row["valid_ce"], y), va="center", fontsize=8, color=colour, **beside)
     axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
     axes.margins(x=0.18)

@@ -18,21 +18,36 @@ from blocktrain.processes import Channel, Job
 from blocktrain.runs.folder import Run, load_block, publish, read_json, write_json
 
 GRID = (5e-4, 1e-3, 2e-3, 3.5e-3, 6e-3)
-SETTINGS = {"reference": "reference_learning_rate", "block": "learning_rate", "fusion": "fusion_learning_rate"}
+SETTINGS = {
+    "reference": "reference_learning_rate",
+    "block": "learning_rate",
+    "fusion": "fusion_learning_rate",
+}
 
 
 def block_jobs(folder: Path, base: Config, source: Source) -> list[Job]:
     """Reference and first block at every learning rate of the grid."""
-    wanted = [("block", 1, rate) for rate in GRID] + [("reference", REFERENCE, rate) for rate in GRID]
-    return [Job(f"{kind} {rate:g}", _try, (folder, base, source, kind, index, rate)) for kind, index, rate in wanted]
+    wanted = [("block", 1, rate) for rate in GRID] + [
+        ("reference", REFERENCE, rate) for rate in GRID
+    ]
+    return [
+        Job(f"{kind} {rate:g}", _try, (folder, base, source, kind, index, rate))
+        for kind, index, rate in wanted
+    ]
 
 
 def fusion_jobs(folder: Path, base: Config, source: Source) -> list[Job]:
     """The blocks at their best rate, then the fusion block at every rate of the grid."""
     best = base.replace(learning_rate=best_rate(folder, "block"))
-    blocks = [Job(f"block-{n}", _read_block, (folder, best, source, n)) for n in range(1, best.independent + 1)]
+    blocks = [
+        Job(f"block-{n}", _read_block, (folder, best, source, n))
+        for n in range(1, best.independent + 1)
+    ]
     names = tuple(job.name for job in blocks)
-    return blocks + [Job(f"fusion {r:g}", _try, (folder, best, source, "fusion", best.blocks, r), after=names) for r in GRID]
+    return blocks + [
+        Job(f"fusion {r:g}", _try, (folder, best, source, "fusion", best.blocks, r), after=names)
+        for r in GRID
+    ]
 
 
 def best_rate(folder: Path, kind: str) -> float:
@@ -64,16 +79,27 @@ def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
         if step % 10 == 0:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
         if channel.stopped:
-            raise Interrupted("told to stop; finished trainings are kept: call the bench again to continue")
+            raise Interrupted(
+                "told to stop; finished trainings are kept: call the bench again to continue"
+            )
     return trainer.block
 
 
-def _try(channel: Channel, folder: Path, base: Config, source: Source, kind: str, index: int, rate: float) -> None:
+def _try(
+    channel: Channel, folder: Path, base: Config, source: Source, kind: str, index: int, rate: float
+) -> None:
     """Train one model at one rate and leave its cross entropy on the calibration slice."""
     if _path(folder, kind, rate).exists():
         return
     config = base.replace(**{SETTINGS[kind]: rate})
-    sources = [load_block(Run(folder), config, n, torch.device("cpu")) for n in range(1, base.independent + 1)] if kind == "fusion" else []
+    sources = (
+        [
+            load_block(Run(folder), config, n, torch.device("cpu"))
+            for n in range(1, base.independent + 1)
+        ]
+        if kind == "fusion"
+        else []
+    )
     block = _train(channel, Trainer(config, index, sources), source)
     calibration = source.open().calibration
     if kind == "fusion":

@@ -40,7 +40,10 @@ class Prompt:
 def take_prompts(valid: Bytes, count: int, size: int, output: int, seed: int = 0) -> list[Prompt]:
     """Pieces from all over the text."""
     starts = [i * (len(valid) - size - output) // count for i in range(count)]
-    return [Prompt(bytes(valid[s : s + size]), bytes(valid[s + size : s + size + output]), seed + i) for i, s in enumerate(starts)]
+    return [
+        Prompt(bytes(valid[s : s + size]), bytes(valid[s + size : s + size + output]), seed + i)
+        for i, s in enumerate(starts)
+    ]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class Way:
 
     def request(self, prompt: Prompt, output: int) -> Request:
         """What is asked for; never degraded: a figure is that of the whole model."""
-        return Request(prompt.text, output, self.mode, self.sweeps, seed=prompt.seed, allow_degraded=False)
+        return Request(
+            prompt.text, output, self.mode, self.sweeps, seed=prompt.seed, allow_degraded=False
+        )
 
 
 @dataclass
@@ -129,7 +134,9 @@ class Star:
         state: Tensor | None = None
         for line in self._lines:
             wanted = 1 if line is self._lines[-1] else 0
-            state = (await line.submit(session, frames.Run(0, start, len(ids), wanted), ids, state))[0]
+            state = (
+                await line.submit(session, frames.Run(0, start, len(ids), wanted), ids, state)
+            )[0]
         if state is None:
             raise BlockTrainError("a star has at least one stage")
         return state
@@ -165,14 +172,18 @@ class Measured:
 
     def histogram(self) -> dict[str, int]:
         """How many sweeps accepted so many drafted bytes."""
-        counted = Counter(accepted for found in self.answers for accepted in found.stats.accepted_per_sweep)
+        counted = Counter(
+            accepted for found in self.answers for accepted in found.stats.accepted_per_sweep
+        )
         return {str(accepted): counted[accepted] for accepted in sorted(counted)}
 
 
 async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], output: int) -> Result:
     """As many users as prompts, all at the same moment: bytes of all together, and how long each of them waits."""
     began = time.perf_counter()
-    answers = await asyncio.gather(*(write(entry, way.request(prompt, output)) for prompt in prompts))
+    answers = await asyncio.gather(
+        *(write(entry, way.request(prompt, output)) for prompt in prompts)
+    )
     seconds = time.perf_counter() - began
     return {
         "users": len(prompts),
@@ -190,7 +201,9 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-async def measured(way: Way, requests: Sequence[Request], one: Writer, wire: Callable[[], int]) -> Measured:
+async def measured(
+    way: Way, requests: Sequence[Request], one: Writer, wire: Callable[[], int]
+) -> Measured:
     """Answer one request after another."""
     before = await asyncio.to_thread(wire)
     answers = [await one(request) for request in requests]

@@ -17,7 +17,15 @@ from blocktrain.config import Config
 from blocktrain.learning.compose import Sampler
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Frame
-from blocktrain.serving.entry.cost import MOST_DRAFTED, Line, Linear, exact_seconds, fan_sweep, ring_sweep, swept_seconds
+from blocktrain.serving.entry.cost import (
+    MOST_DRAFTED,
+    Line,
+    Linear,
+    exact_seconds,
+    fan_sweep,
+    ring_sweep,
+    swept_seconds,
+)
 from blocktrain.serving.entry.decode import Picker
 from blocktrain.serving.entry.drafting import Drafter, Lean
 from blocktrain.serving.entry.fan import Fusion, Home
@@ -37,7 +45,11 @@ class TimedLine(StageLine):
 
     def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """(By the connection.)"""
-        self.computed += [frame.header.microseconds / 1e6 for frame in found if isinstance(frame.header, frames.Result)]
+        self.computed += [
+            frame.header.microseconds / 1e6
+            for frame in found
+            if isinstance(frame.header, frames.Result)
+        ]
         super().received(connection, count, found)
 
 
@@ -84,7 +96,9 @@ async def layers_cost(line: TimedLine, context: int, width: int) -> Linear:
     await line.open(session, topology="ring")
     first = line.facts is None or line.facts.blocks[0] == 1
     found: list[tuple[int, float]] = []
-    for epoch, size in enumerate([context, *(size for size in _sizes(context) for _ in range(REPEATS))]):
+    for epoch, size in enumerate(
+        [context, *(size for size in _sizes(context) for _ in range(REPEATS))]
+    ):
         state = None if first else torch.zeros(size, width)
         await line.submit(session, frames.Run(epoch, context - size, size, 1), bytes(size), state)
         found.append((size, line.computed[-1]))
@@ -104,7 +118,9 @@ def entry_cost(home: Home, context: int) -> Linear:
 
     with torch.inference_mode():
         sweep(context)
-        return fitted([(size, _seconds(sweep, size)) for size in _sizes(context) for _ in range(REPEATS)])
+        return fitted(
+            [(size, _seconds(sweep, size)) for size in _sizes(context) for _ in range(REPEATS)]
+        )
 
 
 def draft_cost(config: Config, home: Home) -> float:
@@ -153,9 +169,14 @@ class Costs:
 
     def told(self) -> Result:
         """For the result."""
-        return {name: value if value is None or isinstance(value, float | int) else asdict(value) for name, value in vars(self).items()}
+        return {
+            name: value if value is None or isinstance(value, float | int) else asdict(value)
+            for name, value in vars(self).items()
+        }
 
-    def predicted(self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float) -> float | None:
+    def predicted(
+        self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float
+    ) -> float | None:
         """Bytes per second of an answer; `sweeps` is how many mode sweep really makes before nothing changes any more."""
         line = Line(rtt_ms / 1000, mbit * 1e6, self.overhead)
         if way.topology == "fan":
@@ -163,7 +184,9 @@ class Costs:
         if self.layers is None:
             return None
         one, first = (self._reference(way.topology, line, positions) for positions in (1, prompt))
-        return output / (line.rtt + first + (output - 1) * one)  # a session that is confirmed costs a round trip
+        return output / (
+            line.rtt + first + (output - 1) * one
+        )  # a session that is confirmed costs a round trip
 
     def _fan(self, mode: str, line: Line, prompt: int, output: int, sweeps: float) -> float:
         def swept(positions: int) -> float:
@@ -173,7 +196,10 @@ class Costs:
             return swept(prompt) + (output - 1) * swept(1)
         if mode == "sweep":
             return output * swept_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
-        return output * min(exact_seconds(self.acceptance, n, self.draft, swept(n + 1)) for n in range(MOST_DRAFTED + 1))
+        return output * min(
+            exact_seconds(self.acceptance, n, self.draft, swept(n + 1))
+            for n in range(MOST_DRAFTED + 1)
+        )
 
     def _reference(self, topology: str, line: Line, positions: int) -> float:
         """One traversal. A star comes back to the entry between two hosts; the first host is the entry's own in both."""
@@ -183,4 +209,6 @@ class Costs:
         if topology == "ring":
             return ring_sweep(positions, line, self.hosts, state, self.layers)
         there = line.transfer(positions * state)
-        return (self.hosts - 1) * (line.rtt + line.overhead + 2 * there) + self.hosts * self.layers(positions)
+        return (self.hosts - 1) * (line.rtt + line.overhead + 2 * there) + self.hosts * self.layers(
+            positions
+        )

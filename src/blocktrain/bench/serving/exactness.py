@@ -52,13 +52,23 @@ async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[Home]:
     """What an entry has: a route, the block it drafts with, and the readout."""
     manifest = read_manifest(folder)
     config = manifest.config
-    thread, lines = ComputeThread(), Route(route, Access(config.fingerprint, b"", manifest.model_hash))
+    thread, lines = (
+        ComputeThread(),
+        Route(route, Access(config.fingerprint, b"", manifest.model_hash)),
+    )
     readout: Block | Readout
     if config.compose == "fuse":
-        readout = load_blocks(manifest, [config.blocks], CPU)[config.blocks].requires_grad_(False).eval()
+        readout = (
+            load_blocks(manifest, [config.blocks], CPU)[config.blocks].requires_grad_(False).eval()
+        )
     else:
         weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
-        readout = Model(config, list(load_blocks(manifest, range(1, config.blocks + 1), CPU).values()), None, weights).readout()
+        readout = Model(
+            config,
+            list(load_blocks(manifest, range(1, config.blocks + 1), CPU).values()),
+            None,
+            weights,
+        ).readout()
     local = FanBlocks(config, load_blocks(manifest, [1], CPU), manifest.model_hash)
     try:
         await lines.start(30.0)
@@ -69,7 +79,11 @@ async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[Home]:
 
 
 async def compare(
-    entry: Entry, home: Home, prompts: Sequence[Prompt], size: int, progress: Callable[[float], None] = lambda _: None
+    entry: Entry,
+    home: Home,
+    prompts: Sequence[Prompt],
+    size: int,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> Agreement:
     """Write every text autoregressively, then choose each of its bytes again from a sweep over a draft behind the same bytes."""
     found = Agreement()
@@ -101,8 +115,12 @@ async def _check(config: Config, home: Home, prompt: Prompt, text: bytes, found:
             draft = await home.thread.run(partial(drafter.draft, known, begin, count))
             logits = await session.score(window + draft, len(window) - 1)
             right = common(draft, follows)
-            checked = follows[: right + 1]  # a choice counts as long as the bytes before it are those of the text
-            found.divergences += sum(a != b for a, b in zip(checked, picker.picks(logits, len(known)), strict=False))
+            checked = follows[
+                : right + 1
+            ]  # a choice counts as long as the bytes before it are those of the text
+            found.divergences += sum(
+                a != b for a, b in zip(checked, picker.picks(logits, len(known)), strict=False)
+            )
             found.positions += len(checked)
             found.tried, found.right = found.tried + min(right + 1, count), found.right + right
             answer.commit(checked)

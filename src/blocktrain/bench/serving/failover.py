@@ -74,7 +74,9 @@ class Host:
 
     def heal(self, how: Harm) -> None:
         """Bring it back, beside what else is done."""
-        self._back = asyncio.create_task(asyncio.to_thread(self.process.restart if how == "kill" else self.shaped.open))
+        self._back = asyncio.create_task(
+            asyncio.to_thread(self.process.restart if how == "kill" else self.shaped.open)
+        )
 
     async def back(self) -> None:
         """Until the entry can use it again."""
@@ -84,7 +86,9 @@ class Host:
         deadline = time.monotonic() + BACK_SECONDS
         while not self.line.alive:
             if time.monotonic() > deadline:
-                raise RunError(f"the stage {self.line.name} did not come back; the machine may be overloaded")
+                raise RunError(
+                    f"the stage {self.line.name} did not come back; the machine may be overloaded"
+                )
             await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -104,7 +108,9 @@ def failover(options: FailoverOptions, command: str) -> Result:
     """All disturbed answers, in figures; leaves failover.json in the folder."""
     config = read_manifest(options.run).config
     if config.compose == "euler" or config.independent < 2:
-        raise ConfigError("a ring does not survive the loss of a stage: give bench failover a run composed by fuse or pool")
+        raise ConfigError(
+            "a ring does not survive the loss of a stage: give bench failover a run composed by fuse or pool"
+        )
     options.folder.mkdir(parents=True, exist_ok=True)
     groups = split(range(2, config.independent + 1), 2)
     with one_thread(), ExitStack() as stack, JobBars("failover", 3) as bars:
@@ -137,7 +143,10 @@ def summary(cases: Sequence[Case]) -> Result:
         found |= {plural: len(mine), f"{prefix}identical": sum(case.identical for case in mine)}
         for name in ("detect_ms", "next_byte_ms") if mine else ():
             values = [getattr(case, name) for case in mine]
-            found |= {f"{prefix}{name}_p50": quantile(values, 0.5), f"{prefix}{name}_p99": quantile(values, 0.99)}
+            found |= {
+                f"{prefix}{name}_p50": quantile(values, 0.5),
+                f"{prefix}{name}_p99": quantile(values, 0.99),
+            }
     return found
 
 
@@ -158,9 +167,13 @@ async def _measure(
             _notice(host)
         harms: list[Harm] = [KILL] * options.kills + [BLACKHOLE] * options.blackholes
         valid = options.source.open().valid
-        prompts = take_prompts(valid, len(harms) + 1, min(32, config.context // 4), options.output, options.seed)
+        prompts = take_prompts(
+            valid, len(harms) + 1, min(32, config.context // 4), options.output, options.seed
+        )
         for harm, prompt in zip(harms, prompts, strict=False):
-            cases.append(await _case(entry, hosts, harm, MODES[len(cases) % len(MODES)], prompt, draws))
+            cases.append(
+                await _case(entry, hosts, harm, MODES[len(cases) % len(MODES)], prompt, draws)
+            )
             done = sum(case.harm == harm for case in cases)
             told(f"{harm}s", {"share": done / harms.count(harm)})
         bereft = await _without_replica(entry, hosts, prompts[-1])
@@ -183,7 +196,14 @@ def _notice(host: Host) -> None:
     host.line.on_change = changed
 
 
-async def _case(entry: Entry, hosts: Sequence[Host], harm: Harm, mode: Mode, prompt: Prompt, draws: random.Random) -> Case:
+async def _case(
+    entry: Entry,
+    hosts: Sequence[Host],
+    harm: Harm,
+    mode: Mode,
+    prompt: Prompt,
+    draws: random.Random,
+) -> Case:
     """An answer that goes on after a stage it was read from is gone; one that was over too soon is asked for again."""
     expected = (await write(entry, Way("", "fan", "exact").request(prompt, len(prompt.real)))).text
     while True:
@@ -199,7 +219,9 @@ async def _case(entry: Entry, hosts: Sequence[Host], harm: Harm, mode: Mode, pro
             continue
         met.heal(harm)
         if blow.next_byte and met.lost > blow.began:
-            detect, following = (1000 * (moment - blow.began) for moment in (met.lost, blow.next_byte))
+            detect, following = (
+                1000 * (moment - blow.began) for moment in (met.lost, blow.next_byte)
+            )
             return Case(harm, mode, text == expected, detect, following, failovers)
 
 
@@ -225,7 +247,9 @@ class Blow:
     async def _strike(self) -> Host:
         await asyncio.sleep(self._pause)
         holders = [n for n, host in enumerate(self._hosts) if host.process.blocks == self._blocks]
-        host = self._hosts[max(holders, key=lambda n: self._hosts[n].line.bytes_out - self._sent[n])]  # the one that is asked
+        host = self._hosts[
+            max(holders, key=lambda n: self._hosts[n].line.bytes_out - self._sent[n])
+        ]  # the one that is asked
         self.began = await host.harm(self._harm)
         return host
 

@@ -41,24 +41,52 @@ def untrained(folder: Path, config: Config) -> Path:
     return folder
 
 
-def measure_first_byte(folder: Path, scale: str, link: Link, repeats: int, progress: Callable[[float], None] = lambda _: None) -> Result:
+def measure_first_byte(
+    folder: Path,
+    scale: str,
+    link: Link,
+    repeats: int,
+    progress: Callable[[float], None] = lambda _: None,
+) -> Result:
     """Medians for two hosts and for four: of the fan, and of the end-to-end model as a ring beside it."""
     config = make_config(dict(SHAPES[scale]))
     run = untrained(folder, config)
-    prompt = Prompt(bytes(random_bytes(0, config.context - 3 * ANSWER)), b"", 0)  # 1,000 bytes of a context of 1,024
+    prompt = Prompt(
+        bytes(random_bytes(0, config.context - 3 * ANSWER)), b"", 0
+    )  # 1,000 bytes of a context of 1,024
     rows: list[Result] = []
     for topology in TOPOLOGIES[scale]:
         for hosts in HOSTS:
             rows.append(_row(run, config, topology, hosts, link, [prompt] * (repeats + 1)))
             progress(len(rows) / (len(TOPOLOGIES[scale]) * len(HOSTS)))
-    few, many = (next(row["first_byte_ms"] for row in rows if row["topology"] == "fan" and row["hosts"] == hosts) for hosts in HOSTS)
-    return {"first_byte_growth": many / few - 1, "first_byte": rows, "first_byte_prompt": len(prompt.text)}
+    few, many = (
+        next(
+            row["first_byte_ms"]
+            for row in rows
+            if row["topology"] == "fan" and row["hosts"] == hosts
+        )
+        for hosts in HOSTS
+    )
+    return {
+        "first_byte_growth": many / few - 1,
+        "first_byte": rows,
+        "first_byte_prompt": len(prompt.text),
+    }
 
 
-def _row(run: Path, config: Config, topology: Topology, hosts: int, link: Link, prompts: Sequence[Prompt]) -> Result:
+def _row(
+    run: Path, config: Config, topology: Topology, hosts: int, link: Link, prompts: Sequence[Prompt]
+) -> Result:
     fan = topology == "fan"
-    groups = split(range(2, config.independent + 1), hosts - 1) if fan else split(range(1, config.blocks + 1), hosts)
-    with stages(run, groups, reference=not fan) as found, links(found if fan else found[1:], link) as lines:
+    groups = (
+        split(range(2, config.independent + 1), hosts - 1)
+        if fan
+        else split(range(1, config.blocks + 1), hosts)
+    )
+    with (
+        stages(run, groups, reference=not fan) as found,
+        links(found if fan else found[1:], link) as lines,
+    ):
         route = names(lines) if fan else [found[0].address, *names(lines)]
         times = asyncio.run(_times(run, route, prompts, fan=fan))
     measured = times[1:]  # the first answer warms everything up
@@ -71,11 +99,15 @@ def _row(run: Path, config: Config, topology: Topology, hosts: int, link: Link, 
     }
 
 
-async def _times(run: Path, route: Sequence[str], prompts: Sequence[Prompt], *, fan: bool) -> list[float]:
+async def _times(
+    run: Path, route: Sequence[str], prompts: Sequence[Prompt], *, fan: bool
+) -> list[float]:
     entry = Entry(run, route, reference=not fan)
     way = Way("", "fan", "exact") if fan else Way("", "ring", "autoregressive")
     try:
         await entry.start(30.0)
-        return [(await write(entry, way.request(prompt, ANSWER))).first_byte_ms for prompt in prompts]
+        return [
+            (await write(entry, way.request(prompt, ANSWER))).first_byte_ms for prompt in prompts
+        ]
     finally:
         await entry.aclose()

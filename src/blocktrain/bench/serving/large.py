@@ -70,12 +70,17 @@ def large(options: LargeOptions, command: str) -> Result:
     config = shape.config(options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)
     said = f"{shape.parameters / 1e9:.4g}B parameters: {shape.blocks} blocks of {shape.layers} layers, {shape.width} wide"
-    console.print(f"{said}; one layer of {shape.buffer_bytes / 2**30:.2f} GiB is really there", highlight=False)
+    console.print(
+        f"{said}; one layer of {shape.buffer_bytes / 2**30:.2f} GiB is really there",
+        highlight=False,
+    )
     with buffer(options.folder, shape) as path:
         estimate = _estimate(shape, config, path, options)
         total = sum(estimate.values())
         console.print(
-            f"this will take about {total / 60:.0f} minutes" + (", which is long" if total > LONG_SECONDS else ""), highlight=False
+            f"this will take about {total / 60:.0f} minutes"
+            + (", which is long" if total > LONG_SECONDS else ""),
+            highlight=False,
         )
         with _ring(options, shape, config, path) as ring, JobBars(options.shape, 2) as bars:
             rows, same = asyncio.run(_measure(options, config, ring, bars.told))
@@ -107,7 +112,10 @@ def large(options: LargeOptions, command: str) -> Result:
         "does_not_prove": NOT_PROVED,
     }
     write_json(options.folder / "shape.json", result)
-    console.print(f"proves {PROVES}\ndoes not prove {NOT_PROVED}\nwrote {options.folder / 'shape.json'}", highlight=False)
+    console.print(
+        f"proves {PROVES}\ndoes not prove {NOT_PROVED}\nwrote {options.folder / 'shape.json'}",
+        highlight=False,
+    )
     return result
 
 
@@ -122,7 +130,13 @@ def _estimate(shape: Shape, config: Config, path: Path, options: LargeOptions) -
     line = Line(options.link.rtt_ms / 1000, options.link.mbit * 1e6)
 
     def sweep(positions: int, seconds: float) -> float:
-        return ring_sweep(positions, line, shape.blocks, shape.width * frames.ITEM[WIRE], Linear(shape.layers * seconds))
+        return ring_sweep(
+            positions,
+            line,
+            shape.blocks,
+            shape.width * frames.ITEM[WIRE],
+            Linear(shape.layers * seconds),
+        )
 
     return {"autoregressive": options.tokens * sweep(1, one), "sweep": sweep(options.tokens, all_)}
 
@@ -165,17 +179,31 @@ class _Ring:
 def _ring(options: LargeOptions, shape: Shape, config: Config, path: Path) -> Iterator[_Ring]:
     """A stage on every host, the first on the entry's own."""
     with ExitStack() as stack:
-        hosts = [stack.enter_context(_host(shape, config, path, number, options.threads)) for number in range(1, shape.blocks + 1)]
-        lines = [stack.enter_context(shaped(LOCALHOST, parse_address(host.address)[1], options.link)) for host in hosts[1:]]
+        hosts = [
+            stack.enter_context(_host(shape, config, path, number, options.threads))
+            for number in range(1, shape.blocks + 1)
+        ]
+        lines = [
+            stack.enter_context(shaped(LOCALHOST, parse_address(host.address)[1], options.link))
+            for host in hosts[1:]
+        ]
         pids = [host.process.pid for host in hosts if host.process.pid is not None]
-        yield _Ring([hosts[0].address, *names(lines)], lines, pids, Access(config.fingerprint, b"", model_hash(shape)))
+        yield _Ring(
+            [hosts[0].address, *names(lines)],
+            lines,
+            pids,
+            Access(config.fingerprint, b"", model_hash(shape)),
+        )
 
 
 @contextmanager
 def _host(shape: Shape, config: Config, path: Path, number: int, threads: int) -> Iterator[_Host]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=hold, args=(theirs, shape, config, path, number, threads), name=f"stage-{number}", daemon=True
+        target=hold,
+        args=(theirs, shape, config, path, number, threads),
+        name=f"stage-{number}",
+        daemon=True,
     )
     process.start()
     theirs.close()
@@ -195,10 +223,14 @@ def _host(shape: Shape, config: Config, path: Path, number: int, threads: int) -
             process.join()
 
 
-def hold(control: Connection, shape: Shape, config: Config, path: Path, number: int, threads: int) -> None:
+def hold(
+    control: Connection, shape: Shape, config: Config, path: Path, number: int, threads: int
+) -> None:
     """The work of a host's process: the same stage as `blocktrain stage`, whose layers are one, until nobody is there to serve."""
     torch.set_num_threads(threads)
-    holding = ReferenceLayers(config, shared_model(shape, config, path), [number], model_hash(shape))
+    holding = ReferenceLayers(
+        config, shared_model(shape, config, path), [number], model_hash(shape)
+    )
 
     async def serving() -> None:
         stage = Stage(holding, limits=Limits(idle_seconds=HOUR), threads=threads)
@@ -226,14 +258,18 @@ def held_gib(pids: Sequence[int]) -> float:
 # -- the two modes
 
 
-async def _measure(options: LargeOptions, config: Config, ring: _Ring, told: Callable[[str, Result], None]) -> tuple[list[Result], int]:
+async def _measure(
+    options: LargeOptions, config: Config, ring: _Ring, told: Callable[[str, Result], None]
+) -> tuple[list[Result], int]:
     """Autoregressive first; the sweep then chooses all bytes of that text at once, so that they can be compared."""
     lines = [StageLine(name, ring.access) for name in ring.names]
     try:
         for line in lines:
             await line.ready(START_SECONDS)
         writer = _Writer(Ring(lines), options, ring)
-        written, one = await writer.autoregressive(lambda share: told("autoregressive", {"share": share}))
+        written, one = await writer.autoregressive(
+            lambda share: told("autoregressive", {"share": share})
+        )
         swept, all_ = await writer.sweep(written, lambda share: told("sweep", {"share": share}))
     finally:
         for line in lines:

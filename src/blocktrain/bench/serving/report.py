@@ -29,11 +29,17 @@ MARKS = {"fan": "o", "ring": "s", "star": "*"}
 def serving(options: ServingOptions, run: Path | None, command: str, slots: int) -> Result:
     """See `bench.serving`; leaves serving.json and serving.png in the folder, and the model where none was given."""
     options.folder.mkdir(parents=True, exist_ok=True)
-    subject = Subject(options, run or trained(options.folder / "model", options.scale, options.source, options.seed, slots))
+    subject = Subject(
+        options,
+        run
+        or trained(options.folder / "model", options.scale, options.source, options.seed, slots),
+    )
     with JobBars("serving", len(options.rtt_ms) + PARTS) as bars:
         link = options.link(FIRST_BYTE_MS if options.scale == "standard" else options.rtt_ms[0])
         told = partial(_share, bars, "first bytes")
-        first = measure_first_byte(options.folder / "untrained", options.scale, link, options.sizes.first_bytes, told)
+        first = measure_first_byte(
+            options.folder / "untrained", options.scale, link, options.sizes.first_bytes, told
+        )
         found = measure_serving(subject, bars.told)
     result = {
         **header(command, options.seed),
@@ -45,7 +51,10 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
         "output_bytes": subject.output,
         "temperature": 1.0,
         "settings": subject.config.model_dump(),
-        "blocks_of_hosts": {"fan": [[1, "readout"], *map(list, subject.fan_groups)], "reference": list(map(list, subject.ring_groups))},
+        "blocks_of_hosts": {
+            "fan": [[1, "readout"], *map(list, subject.fan_groups)],
+            "reference": list(map(list, subject.ring_groups)),
+        },
         **found,
         **first,
     }
@@ -65,7 +74,9 @@ def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> 
     if folder.exists():
         run, *known, _ = open_run(folder)
         if known != [config, source.spec]:
-            raise RunError(f"{folder} holds another model; name another folder with --out, or serve it with --run {folder}")
+            raise RunError(
+                f"{folder} holds another model; name another folder with --out, or serve it with --run {folder}"
+            )
     else:
         run = create_run(folder, config, source.spec, reference=True)
     if not (run.model / "config.json").exists():
@@ -81,15 +92,33 @@ def plot(path: Path, result: Result) -> None:
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
     for way, rows in _by_way(result["rows"]).items():
-        strength = {1: 1.0, 2: 0.7, 4: 0.5, 8: 0.35}.get(way.sweeps, 1.0) if way.mode == "sweep" else 1.0
+        strength = (
+            {1: 1.0, 2: 0.7, 4: 0.5, 8: 0.35}.get(way.sweeps, 1.0) if way.mode == "sweep" else 1.0
+        )
         reach = [row["rtt_ms"] for row in rows]
         axes.plot(
-            reach, [row["bytes_per_s"] for row in rows], color=COLORS[way.mode], marker=MARKS[way.topology], alpha=strength, label=way.name
+            reach,
+            [row["bytes_per_s"] for row in rows],
+            color=COLORS[way.mode],
+            marker=MARKS[way.topology],
+            alpha=strength,
+            label=way.name,
         )
         if all(row["predicted"] for row in rows):
-            axes.plot(reach, [row["predicted"] for row in rows], color=COLORS[way.mode], alpha=0.4 * strength, linestyle=":", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="round trip (ms)", ylabel="bytes of text per second")
-    axes.set_title(f"{result['hosts']} hosts, {result['mbit']:g} Mbit lines; dotted: predicted", fontsize=10)
+            axes.plot(
+                reach,
+                [row["predicted"] for row in rows],
+                color=COLORS[way.mode],
+                alpha=0.4 * strength,
+                linestyle=":",
+                linewidth=1,
+            )
+    axes.set(
+        xscale="log", yscale="log", xlabel="round trip (ms)", ylabel="bytes of text per second"
+    )
+    axes.set_title(
+        f"{result['hosts']} hosts, {result['mbit']:g} Mbit lines; dotted: predicted", fontsize=10
+    )
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=130)
@@ -98,6 +127,11 @@ def plot(path: Path, result: Result) -> None:
 def _by_way(rows: Sequence[Result]) -> dict[Way, list[Result]]:
     found: dict[Way, list[Result]] = {}
     for row in rows:
-        way = Way(row["model"], row["topology"], row["mode"], row["sweeps"] if row["mode"] == "sweep" else 1)
+        way = Way(
+            row["model"],
+            row["topology"],
+            row["mode"],
+            row["sweeps"] if row["mode"] == "sweep" else 1,
+        )
         found.setdefault(way, []).append(row)
     return found

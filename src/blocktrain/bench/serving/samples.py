@@ -15,7 +15,13 @@ SWEEPS = (1, 2, 4)
 
 
 def judge_samples(
-    model: Model, reference: Block, valid: Bytes, *, count: int, seed: int, progress: Progress = lambda _: None
+    model: Model,
+    reference: Block,
+    valid: Bytes,
+    *,
+    count: int,
+    seed: int,
+    progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
     """A row for real text, for autoregressive samples, and for `sweep` after 1, 2 and 4 traversals, on the same prompts."""
     context = model.config.context
@@ -26,14 +32,33 @@ def judge_samples(
     def written(number: int, sweeps: int | None) -> bytes:
         sampler = Sampler(seed + number)
         if sweeps is None:
-            return bytes(autoregressive(model.scorer(), prompts[number], size, context, sampler, model.device))
-        return bytes(sweep(model.scorer(), model.drafter(), prompts[number], size, context, sampler, sweeps, model.device))
+            return bytes(
+                autoregressive(
+                    model.scorer(), prompts[number], size, context, sampler, model.device
+                )
+            )
+        return bytes(
+            sweep(
+                model.scorer(),
+                model.drafter(),
+                prompts[number],
+                size,
+                context,
+                sampler,
+                sweeps,
+                model.device,
+            )
+        )
 
-    kinds: dict[str, Callable[[int], bytes]] = {"real": lambda i: bytes(valid[starts[i] + prompt_size : starts[i] + context])}
+    kinds: dict[str, Callable[[int], bytes]] = {
+        "real": lambda i: bytes(valid[starts[i] + prompt_size : starts[i] + context])
+    }
     kinds["autoregressive"] = lambda i: written(i, None)
     for k in SWEEPS:
         kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
-    kinds["first_block"] = lambda i: bytes(autoregressive(model.drafter(), prompts[i], size, context, Sampler(seed + i), model.device))
+    kinds["first_block"] = lambda i: bytes(
+        autoregressive(model.drafter(), prompts[i], size, context, Sampler(seed + i), model.device)
+    )
     texts: dict[str, list[bytes]] = {name: [] for name in kinds}
     for done, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):
         texts[name].append(kinds[name](i))
@@ -42,9 +67,14 @@ def judge_samples(
     return [
         {
             "name": name,
-            "bits_per_byte": sum(text_bits(reference, p, t) for p, t in zip(prompts, found, strict=True)) / count,
+            "bits_per_byte": sum(
+                text_bits(reference, p, t) for p, t in zip(prompts, found, strict=True)
+            )
+            / count,
             "distinct_4grams": _distinct(found),
-            "same_as_autoregressive": sum(a == b for t, e in zip(found, exact, strict=True) for a, b in zip(t, e, strict=True))
+            "same_as_autoregressive": sum(
+                a == b for t, e in zip(found, exact, strict=True) for a, b in zip(t, e, strict=True)
+            )
             / (count * size),
         }
         for name, found in texts.items()

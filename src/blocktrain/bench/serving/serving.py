@@ -29,7 +29,15 @@ from blocktrain.bench.serving.answers import (
     users_at_once,
     write,
 )
-from blocktrain.bench.serving.costs import Costs, draft_cost, entry_cost, hop_overhead, layers_cost, stage_cost, timed_line
+from blocktrain.bench.serving.costs import (
+    Costs,
+    draft_cost,
+    entry_cost,
+    hop_overhead,
+    layers_cost,
+    stage_cost,
+    timed_line,
+)
 from blocktrain.bench.serving.exactness import Agreement, compare, fan_home
 from blocktrain.bench.serving.stages import StageProcess, carried, links, names, split, stages
 from blocktrain.config import Config
@@ -102,7 +110,9 @@ class Subject:
     def __post_init__(self) -> None:
         self.manifest = read_manifest(self.run)
         if self.config.compose == "euler" or self.config.independent < 2:
-            raise ConfigError("bench serving asks a fan: give it a run composed by fuse or pool with two blocks or more beside the fusion")
+            raise ConfigError(
+                "bench serving asks a fan: give it a run composed by fuse or pool with two blocks or more beside the fusion"
+            )
         if self.options.hosts < 2:
             raise ConfigError("bench serving needs an entry and a stage: give it --hosts 2 or more")
 
@@ -140,13 +150,17 @@ class Subject:
     def judged(self) -> list[Prompt]:
         """Prompts that the quality is judged on; the timed ones are among them."""
         count = max(self.options.sizes.judged, self.options.sizes.prompts, self.options.sizes.users)
-        return take_prompts(self.options.source.open().valid, count, self.prompt, self.output, self.options.seed)
+        return take_prompts(
+            self.options.source.open().valid, count, self.prompt, self.output, self.options.seed
+        )
 
     def numbers(self, way: Way, rtt_ms: float) -> range:
         """Which prompts a row is measured with."""
         sizes = self.options.sizes
         slow = way.mode == "autoregressive" and rtt_ms > FAST_MS
-        return range(0, len(self.judged), max(len(self.judged) // sizes.prompts, 1))[: sizes.slow_prompts if slow else sizes.prompts]
+        return range(0, len(self.judged), max(len(self.judged) // sizes.prompts, 1))[
+            : sizes.slow_prompts if slow else sizes.prompts
+        ]
 
     @property
     def fan_ways(self) -> list[Way]:
@@ -158,7 +172,11 @@ class Subject:
     @property
     def reference_ways(self) -> list[Way]:
         """How the end-to-end model is written with, if there is one."""
-        return [Way("reference", "ring", "autoregressive"), Way("reference", "star", "autoregressive")] if self.reference else []
+        return (
+            [Way("reference", "ring", "autoregressive"), Way("reference", "star", "autoregressive")]
+            if self.reference
+            else []
+        )
 
 
 @dataclass
@@ -186,7 +204,11 @@ def measure_serving(subject: Subject, told: Told) -> Result:
     options = subject.options
     with one_thread(), ExitStack() as stack:
         fan = stack.enter_context(stages(subject.run, subject.fan_groups))
-        ring = stack.enter_context(stages(subject.run, subject.ring_groups, reference=True)) if subject.reference else []
+        ring = (
+            stack.enter_context(stages(subject.run, subject.ring_groups, reference=True))
+            if subject.reference
+            else []
+        )
         near = asyncio.run(_near(subject, fan, ring, told))
         far: list[Far] = []
         for rtt_ms in options.rtt_ms:
@@ -201,7 +223,9 @@ def measure_serving(subject: Subject, told: Told) -> Result:
         "gains": [gain(found.rows) for found in far],
         "users": [row for found in far for row in found.users],
         "acceptance": agreement.acceptance,
-        "accepted_per_sweep": {f"{rtt:g}": found.histogram for rtt, found in zip(options.rtt_ms, far, strict=True)},
+        "accepted_per_sweep": {
+            f"{rtt:g}": found.histogram for rtt, found in zip(options.rtt_ms, far, strict=True)
+        },
         "divergences": agreement.divergences,
         "positions": agreement.positions,
         "near_ties": agreement.near_ties,
@@ -220,9 +244,15 @@ def _share(told: Told, name: str, share: float) -> None:
 
 def gain(rows: Sequence[Result]) -> Result:
     """What the modes gain over the best autoregressive row of the same line, whatever its model."""
-    best = max((row for row in rows if row["mode"] == "autoregressive"), key=lambda row: row["bytes_per_s"])
+    best = max(
+        (row for row in rows if row["mode"] == "autoregressive"), key=lambda row: row["bytes_per_s"]
+    )
     exact = next(row for row in rows if row["mode"] == "exact")
-    swept = {f"sweep_{row['sweeps']}": row["bytes_per_s"] / best["bytes_per_s"] for row in rows if row["mode"] == "sweep"}
+    swept = {
+        f"sweep_{row['sweeps']}": row["bytes_per_s"] / best["bytes_per_s"]
+        for row in rows
+        if row["mode"] == "sweep"
+    }
     return {
         "rtt_ms": best["rtt_ms"],
         "best_autoregressive": f"{best['model']}, {best['topology']}",
@@ -236,7 +266,9 @@ def gain(rows: Sequence[Result]) -> Result:
 # -- without lines
 
 
-async def _near(subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], told: Told) -> Near:
+async def _near(
+    subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], told: Told
+) -> Near:
     options = subject.options
     route = [stage.address for stage in fan]
     entry = Entry(subject.run, route)
@@ -244,8 +276,16 @@ async def _near(subject: Subject, fan: Sequence[StageProcess], ring: Sequence[St
         await entry.start(30.0)
         async with fan_home(subject.run, route) as home:
             texts = await _texts(subject, entry, partial(_share, told, "texts"))
-            prompts = take_prompts(options.source.open().valid, options.sizes.texts, subject.prompt, 0, options.seed + 1000)
-            agreement = await compare(entry, home, prompts, options.sizes.text, partial(_share, told, "positions"))
+            prompts = take_prompts(
+                options.source.open().valid,
+                options.sizes.texts,
+                subject.prompt,
+                0,
+                options.seed + 1000,
+            )
+            agreement = await compare(
+                entry, home, prompts, options.sizes.text, partial(_share, told, "positions")
+            )
             overheads, costs = await _costs(subject, home, fan, ring, agreement.acceptance)
             bits = _judged(subject, texts, home) if subject.reference else {}
     finally:
@@ -253,19 +293,27 @@ async def _near(subject: Subject, fan: Sequence[StageProcess], ring: Sequence[St
     return Near(texts, bits, costs, overheads, agreement)
 
 
-async def _texts(subject: Subject, entry: Entry, progress: Callable[[float], None]) -> dict[Way, list[bytes]]:
+async def _texts(
+    subject: Subject, entry: Entry, progress: Callable[[float], None]
+) -> dict[Way, list[bytes]]:
     """What each way writes; on any line it must write the same."""
     texts: dict[Way, list[bytes]] = {}
     ways = subject.fan_ways
     for done, way in enumerate(ways, 1):
-        texts[way] = [(await write(entry, way.request(prompt, subject.output))).text for prompt in subject.judged]
+        texts[way] = [
+            (await write(entry, way.request(prompt, subject.output))).text
+            for prompt in subject.judged
+        ]
         progress(done / (len(ways) + subject.reference))
     if subject.reference:
         alone = Entry(subject.run, reference=True)
         try:
             await alone.start()
             way = subject.reference_ways[0]
-            found = [(await write(alone, way.request(prompt, subject.output))).text for prompt in subject.judged]
+            found = [
+                (await write(alone, way.request(prompt, subject.output))).text
+                for prompt in subject.judged
+            ]
         finally:
             await alone.aclose()
         texts |= dict.fromkeys(subject.reference_ways, found)
@@ -275,20 +323,35 @@ async def _texts(subject: Subject, entry: Entry, progress: Callable[[float], Non
 
 def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict[str, float]:
     """Bits per byte under the end-to-end model, of real text and of all that was written."""
-    reference = load_block(subject.manifest.run, subject.config, REFERENCE, CPU).requires_grad_(False).eval()
+    reference = (
+        load_block(subject.manifest.run, subject.config, REFERENCE, CPU)
+        .requires_grad_(False)
+        .eval()
+    )
     with torch.inference_mode():
         lean = Lean(subject.config, home.local)
-        drafted = [Drafter(lean, Sampler(prompt.seed)).draft(prompt.text, 0, subject.output) for prompt in subject.judged]
+        drafted = [
+            Drafter(lean, Sampler(prompt.seed)).draft(prompt.text, 0, subject.output)
+            for prompt in subject.judged
+        ]
     every = {"real": [prompt.real for prompt in subject.judged], "first block alone": drafted}
     every |= {way.name: found for way, found in texts.items()}
     return {
-        name: sum(text_bits(reference, prompt.text, text) for prompt, text in zip(subject.judged, found, strict=True)) / len(found)
+        name: sum(
+            text_bits(reference, prompt.text, text)
+            for prompt, text in zip(subject.judged, found, strict=True)
+        )
+        / len(found)
         for name, found in every.items()
     }
 
 
 async def _costs(
-    subject: Subject, home: Home, fan: Sequence[StageProcess], ring: Sequence[StageProcess], acceptance: float
+    subject: Subject,
+    home: Home,
+    fan: Sequence[StageProcess],
+    ring: Sequence[StageProcess],
+    acceptance: float,
 ) -> tuple[list[float], Costs]:
     """Software time of hops, and the parts of the cost model."""
     config, manifest = subject.config, subject.manifest
@@ -303,7 +366,17 @@ async def _costs(
             layers = await layers_cost(line, config.context, config.width)
     wide = 4.0 * config.width * len(fan[0].blocks)
     entry, draft = entry_cost(home, config.context), draft_cost(config, home)
-    return overheads, Costs(stage, wide, entry, layers, len(ring), config.width, draft, quantile(overheads, 0.5), acceptance)
+    return overheads, Costs(
+        stage,
+        wide,
+        entry,
+        layers,
+        len(ring),
+        config.width,
+        draft,
+        quantile(overheads, 0.5),
+        acceptance,
+    )
 
 
 # -- on a line
@@ -328,7 +401,9 @@ async def _far(place: Place, progress: Callable[[float], None]) -> Far:
     progress(0.0)
 
     def requests(way: Way) -> list[Request]:
-        return [way.request(subject.judged[n], subject.output) for n in subject.numbers(way, rtt_ms)]
+        return [
+            way.request(subject.judged[n], subject.output) for n in subject.numbers(way, rtt_ms)
+        ]
 
     entry = Entry(subject.run, names(place.fan_lines))
     try:
@@ -336,26 +411,45 @@ async def _far(place: Place, progress: Callable[[float], None]) -> Far:
         warm = subject.fan_ways[-1].request(replace(subject.judged[-1], seed=2**31), subject.output)
         await write(entry, warm)
         for way in subject.fan_ways:
-            found.append(await measured(way, requests(way), partial(write, entry), partial(carried, place.fan_lines)))
+            found.append(
+                await measured(
+                    way, requests(way), partial(write, entry), partial(carried, place.fan_lines)
+                )
+            )
             progress(len(found) / (len(ways) + 1))
         crowd = subject.judged[: subject.options.sizes.users]
-        users = [await users_at_once(entry, way, crowd, subject.output) for way in (subject.fan_ways[0], subject.fan_ways[-1])]
+        users = [
+            await users_at_once(entry, way, crowd, subject.output)
+            for way in (subject.fan_ways[0], subject.fan_ways[-1])
+        ]
     finally:
         await entry.aclose()
     if subject.reference:
-        ring = Entry(subject.run, [*(stage.address for stage in place.own), *names(place.ring_lines)], reference=True)
+        ring = Entry(
+            subject.run,
+            [*(stage.address for stage in place.own), *names(place.ring_lines)],
+            reference=True,
+        )
         try:
             await ring.start(30.0)
-            star = Star(sorted(ring.route.lines, key=lambda line: line.blocks), subject.config.context)
+            star = Star(
+                sorted(ring.route.lines, key=lambda line: line.blocks), subject.config.context
+            )
             writers: tuple[Writer, ...] = (partial(write, ring), star.write)
             for way, one in zip(subject.reference_ways, writers, strict=True):
                 await one(replace(requests(way)[0], max_tokens=2))  # stages connect to each other
-                found.append(await measured(way, requests(way), one, partial(carried, place.ring_lines)))
+                found.append(
+                    await measured(way, requests(way), one, partial(carried, place.ring_lines))
+                )
                 progress(len(found) / (len(ways) + 1))
         finally:
             await ring.aclose()
     progress(1.0)
-    return Far([_row(place, each) for each in found], [{"rtt_ms": rtt_ms, **each} for each in users], _exact(found).histogram())
+    return Far(
+        [_row(place, each) for each in found],
+        [{"rtt_ms": rtt_ms, **each} for each in users],
+        _exact(found).histogram(),
+    )
 
 
 def _exact(found: Sequence[Measured]) -> Measured:
@@ -366,7 +460,9 @@ def _row(place: Place, found: Measured) -> Result:
     """With what the cost model says, the quality, and how many texts are not those that were written without a line."""
     subject, near, way = place.subject, place.near, found.way
     row = found.row(place.link.rtt_ms)
-    row["predicted"] = near.costs.predicted(way, place.link.rtt_ms, place.link.mbit, subject.prompt, subject.output, row["traversals"])
+    row["predicted"] = near.costs.predicted(
+        way, place.link.rtt_ms, place.link.mbit, subject.prompt, subject.output, row["traversals"]
+    )
     row["quality"] = near.bits.get(way.name)
     known = [near.texts[way][n] for n in subject.numbers(way, place.link.rtt_ms)]
     row["texts_changed"] = sum(a.text != b for a, b in zip(found.answers, known, strict=True))

@@ -44,7 +44,9 @@ class Shape:
 
     def config(self, context: int) -> Config:
         """As settings of a run."""
-        heads = next(h for h in range(max(self.width // HEAD, 1), 0, -1) if self.width % (2 * h) == 0)
+        heads = next(
+            h for h in range(max(self.width // HEAD, 1), 0, -1) if self.width % (2 * h) == 0
+        )
         return make_config(
             {
                 "width": self.width,
@@ -64,7 +66,9 @@ def parse_shape(text: str, blocks: int) -> Shape:
     try:
         size = float(number) * UNITS[unit]
     except (ValueError, KeyError):
-        raise ConfigError(f"--shape {text!r} is no number of parameters, for example 75.8B or 10M") from None
+        raise ConfigError(
+            f"--shape {text!r} is no number of parameters, for example 75.8B or 10M"
+        ) from None
     if not 1e4 <= size <= 9e11:
         raise ConfigError(f"--shape {text} is out of reach; choose between 10K and 900B")
     depth = (size / (MATRICES * SLENDERNESS**2)) ** (1 / 3)
@@ -83,13 +87,21 @@ def buffer(folder: Path, shape: Shape) -> Iterator[Path]:
     try:
         with path.open("wb") as file:
             for name, size in _sizes(shape).items():
-                width = size[0] ** -0.5 * (deep if name in ("attention_out.weight", "down.weight") else 1.0)
-                part = np.ones(size[0], dtype=np.float32) if len(size) == 1 else tile * np.float32(width)
+                width = size[0] ** -0.5 * (
+                    deep if name in ("attention_out.weight", "down.weight") else 1.0
+                )
+                part = (
+                    np.ones(size[0], dtype=np.float32)
+                    if len(size) == 1
+                    else tile * np.float32(width)
+                )
                 for at in range(0, math.prod(size), len(part)):
                     part[: math.prod(size) - at].tofile(file)
         yield path
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}; it needs {shape.buffer_bytes / 1e9:.1f} GB") from None
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; it needs {shape.buffer_bytes / 1e9:.1f} GB"
+        ) from None
     finally:
         path.unlink(missing_ok=True)
 

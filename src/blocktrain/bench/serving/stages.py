@@ -35,9 +35,24 @@ class StageProcess:
 
     def launch(self) -> None:
         """Begin to start; `wait` until it has."""
-        command = [sys.executable, "-m", "blocktrain", "stage", str(self.run), "--blocks", ",".join(map(str, self.blocks)), "--json"]
-        command += ["--listen", self.address or f"{LOCALHOST}:0", *(["--reference"] if self.reference else [])]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "blocktrain",
+            "stage",
+            str(self.run),
+            "--blocks",
+            ",".join(map(str, self.blocks)),
+            "--json",
+        ]
+        command += [
+            "--listen",
+            self.address or f"{LOCALHOST}:0",
+            *(["--reference"] if self.reference else []),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
 
     def wait(self) -> None:
         """Until it listens."""
@@ -48,7 +63,9 @@ class StageProcess:
         if not line:
             self.kill()
             self.log.seek(0)
-            raise RunError(f"a stage did not start: {self.log.read()[-500:].strip() or 'it said nothing in time'}")
+            raise RunError(
+                f"a stage did not start: {self.log.read()[-500:].strip() or 'it said nothing in time'}"
+            )
         self.address = json.loads(line)["address"]
 
     @property
@@ -85,7 +102,9 @@ class StageProcess:
 
 
 @contextmanager
-def stages(run: Path, groups: Sequence[Sequence[int]], *, reference: bool = False) -> Iterator[list[StageProcess]]:
+def stages(
+    run: Path, groups: Sequence[Sequence[int]], *, reference: bool = False
+) -> Iterator[list[StageProcess]]:
     """A stage for each group of blocks, as long as the block lasts."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))

@@ -27,7 +27,20 @@ from blocktrain.errors import RunError
 
 Result = dict[str, Any]
 # Blocks that do not wait for each other, small, and with steps for ever.
-TINY = ("--layers-per-block", "1", "--width", "16", "--heads", "2", "--context", "16", "--z-width", "8", "--batch", "1")
+TINY = (
+    "--layers-per-block",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--z-width",
+    "8",
+    "--batch",
+    "1",
+)
 MOST_BLOCKS, WORKERS_PER_BLOCK = 32, 8
 CORPUS_BYTES = 1 << 20
 SAMPLE_SECONDS = 1.0
@@ -45,7 +58,15 @@ class SwarmOptions:
 
     def load(self, host: str, port: int) -> Load:
         """A heartbeat every 10 s and a task every minute; faster where the bench is shorter than that, so that all calls are made."""
-        return Load(host, port, self.workers, self.seconds, self.seed, min(10.0, self.seconds / 6), min(60.0, self.seconds))
+        return Load(
+            host,
+            port,
+            self.workers,
+            self.seconds,
+            self.seed,
+            min(10.0, self.seconds / 6),
+            min(60.0, self.seconds),
+        )
 
     @property
     def blocks(self) -> int:
@@ -61,8 +82,26 @@ class SwarmOptions:
     def flags(self) -> list[str]:
         """Of the coordinator."""
         task = min(60.0, self.seconds)
-        shape = [*TINY, "--blocks", str(self.blocks), "--compose", "pool", "--steps", str(10**9), "--seed", str(self.seed)]
-        return [*shape, "--task-seconds", str(task), "--first-deadline", str(3 * task), "--replicas", str(self.replicas)]
+        shape = [
+            *TINY,
+            "--blocks",
+            str(self.blocks),
+            "--compose",
+            "pool",
+            "--steps",
+            str(10**9),
+            "--seed",
+            str(self.seed),
+        ]
+        return [
+            *shape,
+            "--task-seconds",
+            str(task),
+            "--first-deadline",
+            str(3 * task),
+            "--replicas",
+            str(self.replicas),
+        ]
 
 
 @dataclass
@@ -108,15 +147,24 @@ def stolen_share(before: str, after: str) -> float:
     So that a slow coordinator can be told from a machine that was taken away.
     """
     # user, nice, system, idle, iowait, irq, softirq, steal; a guest's time, which follows, is part of user
-    passed = [int(new) - int(old) for old, new in zip(before.split()[1:9], after.split()[1:9], strict=True)]
+    passed = [
+        int(new) - int(old)
+        for old, new in zip(before.split()[1:9], after.split()[1:9], strict=True)
+    ]
     return round(passed[7] / max(1, sum(passed)), 4)
 
 
 def _memory_mb(pid: int) -> float:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return (
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 1e6
+        )
     except OSError:
-        raise RunError("this bench reads /proc: it needs Linux, and its coordinator alive") from None
+        raise RunError(
+            "this bench reads /proc: it needs Linux, and its coordinator alive"
+        ) from None
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -144,11 +192,28 @@ class Running:
 @contextmanager
 def coordinator_process(folder: Path, corpus: Path, flags: Sequence[str]) -> Iterator[Running]:
     """`blocktrain coordinator` on a fresh folder, ready to be joined; ends with the block."""
-    command = [sys.executable, "-m", "blocktrain", "coordinator", "--out", str(folder / "run"), "--data", str(corpus)]
-    command += ["--listen", "127.0.0.1:0", "--score-bytes", "0", "--json"]  # scoring is another process, and not what is measured
+    command = [
+        sys.executable,
+        "-m",
+        "blocktrain",
+        "coordinator",
+        "--out",
+        str(folder / "run"),
+        "--data",
+        str(corpus),
+    ]
+    command += [
+        "--listen",
+        "127.0.0.1:0",
+        "--score-bytes",
+        "0",
+        "--json",
+    ]  # scoring is another process, and not what is measured
     log = folder / "coordinator.log"
     with log.open("w") as errors:
-        process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
     try:
         said = process.stdout.readline() if process.stdout else ""
         if not said:
@@ -188,7 +253,9 @@ def _last_line(log: Path) -> str:
     return (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
 
 
-def measure_swarm(options: SwarmOptions, progress: Callable[[float], None] = lambda _: None) -> Result:
+def measure_swarm(
+    options: SwarmOptions, progress: Callable[[float], None] = lambda _: None
+) -> Result:
     """Latencies, errors and memory of a coordinator under a swarm."""
     _allow_connections(options.workers)
     with tempfile.TemporaryDirectory(prefix="blocktrain-swarm-") as made:
@@ -198,13 +265,20 @@ def measure_swarm(options: SwarmOptions, progress: Callable[[float], None] = lam
         with coordinator_process(folder, corpus, options.flags) as running:
             load, vitals = options.load(*running.address), Vitals(running.pid)
             notes = _swarm(load, vitals, progress)
-    return {"blocks": options.blocks, "replicas": options.replicas, **swarm_result(load, notes), **vitals_result(vitals, load)}
+    return {
+        "blocks": options.blocks,
+        "replicas": options.replicas,
+        **swarm_result(load, notes),
+        **vitals_result(vitals, load),
+    }
 
 
 def _swarm(load: Load, vitals: Vitals, progress: Callable[[float], None]) -> Notes:
     """The notes of the load process; the coordinator is looked at from its first call on."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=swarm_process, args=(theirs, load), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=swarm_process, args=(theirs, load), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -216,7 +290,9 @@ def _swarm(load: Load, vitals: Vitals, progress: Callable[[float], None]) -> Not
                 progress(min(1.0, (time.monotonic() - began) / whole))
         return ours.recv()
     except (EOFError, OSError):
-        raise RunError("the load process ended before it was done; was it killed for want of memory?") from None
+        raise RunError(
+            "the load process ended before it was done; was it killed for want of memory?"
+        ) from None
     finally:
         process.join(5)
         if process.is_alive():
@@ -228,21 +304,28 @@ def _allow_connections(workers: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = workers + 256
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise RunError(f"{workers} workers need {needed} open files and this system allows {hard}; raise it with `ulimit -Hn` as root")
+        raise RunError(
+            f"{workers} workers need {needed} open files and this system allows {hard}; raise it with `ulimit -Hn` as root"
+        )
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def swarm_result(load: Load, notes: Notes) -> Result:
     """What the swarm saw, in milliseconds."""
-    calls = {name: _summary([seconds for _, seconds in seen]) for name, seen in sorted(notes.calls.items())}
+    calls = {
+        name: _summary([seconds for _, seconds in seen])
+        for name, seen in sorted(notes.calls.items())
+    }
     return {
         "workers": load.workers,
         "seconds": load.seconds,
         "heartbeat_seconds": load.heartbeat,
         "task_seconds": load.task,
         "calls": calls,
-        "calls_per_second": round(sum(c["count"] for c in calls.values()) / (load.gathering + load.seconds), 1),
+        "calls_per_second": round(
+            sum(c["count"] for c in calls.values()) / (load.gathering + load.seconds), 1
+        ),
         "p99_ms": max((c["p99_ms"] for c in calls.values()), default=0.0),
         "over_time": _over_time(load, notes),
         "errors": sum(notes.errors.values()),
@@ -272,7 +355,10 @@ def _over_time(load: Load, notes: Notes) -> list[Result]:
     buckets: dict[int, list[float]] = {}
     for began, seconds in seen:
         buckets.setdefault(int((began - seen[0][0]) / width), []).append(seconds)
-    return [{"second": round(width * index, 1), **_summary(found)} for index, found in sorted(buckets.items())]
+    return [
+        {"second": round(width * index, 1), **_summary(found)}
+        for index, found in sorted(buckets.items())
+    ]
 
 
 def vitals_result(vitals: Vitals, load: Load) -> Result:
@@ -300,14 +386,25 @@ def plot(path: Path, result: Result) -> None:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 5), sharex=True)
     seconds = [step["second"] for step in result["over_time"]]
     for key, colour in (("p50_ms", "#0072b2"), ("p99_ms", "#d55e00")):
-        above.plot(seconds, [step[key] for step in result["over_time"]], color=colour, label=key.removesuffix("_ms"))
+        above.plot(
+            seconds,
+            [step[key] for step in result["over_time"]],
+            color=colour,
+            label=key.removesuffix("_ms"),
+        )
     above.axhline(100, color="#888", linewidth=1, linestyle=":")
     above.set_ylabel("ms until the answer")
     above.legend(frameon=False)
-    below.plot([SAMPLE_SECONDS * (n + 1) for n in range(len(result["memory_mb"]))], result["memory_mb"], color="#555")
+    below.plot(
+        [SAMPLE_SECONDS * (n + 1) for n in range(len(result["memory_mb"]))],
+        result["memory_mb"],
+        color="#555",
+    )
     below.set_ylabel("coordinator, MB")
     below.set_ylim(bottom=0)
-    below.set_xlabel(f"seconds; all {result['workers']:,} workers are there after {result['task_seconds']:.0f}")
+    below.set_xlabel(
+        f"seconds; all {result['workers']:,} workers are there after {result['task_seconds']:.0f}"
+    )
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -29,7 +29,11 @@ SPEED = 10.0  # steps per second that every worker claims to make
 PACES = (0.75, 1.25)  # of the usual time of a task: machines differ
 TIMEOUT = 30.0  # seconds after which a call has failed
 PATIENCE = 30.0  # seconds that the last calls have to end
-ON_TIME = ("too_stale", "stale_fence", "block_finished")  # refusals of an update that came when its round was long over
+ON_TIME = (
+    "too_stale",
+    "stale_fence",
+    "block_finished",
+)  # refusals of an update that came when its round was long over
 
 R = TypeVar("R", bound=m.Message)
 
@@ -84,7 +88,9 @@ class HttpLine:
             async with asyncio.timeout(TIMEOUT):
                 reader, writer = self._streams or await self._open()
                 began = time.monotonic()
-                writer.write(f"{head}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+                writer.write(
+                    f"{head}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+                )
                 status, content = await _answer(reader)
         except (OSError, EOFError, TimeoutError) as error:
             self.close()
@@ -100,10 +106,18 @@ class HttpLine:
 
     async def post(self, name: str, kind: type[R], path: str, message: m.Message) -> R:
         """A message for a message."""
-        return m.read(kind, await self.call(name, f"POST {path} HTTP/1.1\r\nContent-Type: application/json", m.write(message)), m.MAX_REPLY)
+        return m.read(
+            kind,
+            await self.call(
+                name, f"POST {path} HTTP/1.1\r\nContent-Type: application/json", m.write(message)
+            ),
+            m.MAX_REPLY,
+        )
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        self._streams = await asyncio.open_connection(self._load.host, self._load.port, local_addr=(self._address, 0), limit=1 << 22)
+        self._streams = await asyncio.open_connection(
+            self._load.host, self._load.port, local_addr=(self._address, 0), limit=1 << 22
+        )
         return self._streams
 
     def close(self) -> None:
@@ -139,7 +153,10 @@ class Shared:
         if task.block not in self.schemas:
             content = await line.call("blob", f"GET /v1/blobs/{task.weights.sha256} HTTP/1.1")
             self.schemas[task.block] = codec.schema_of(codec.unpack(content))
-        delta = {n: draw.standard_normal(s.shape).astype(np.float32) * np.float32(1e-3) for n, s in self.schemas[task.block].items()}
+        delta = {
+            n: draw.standard_normal(s.shape).astype(np.float32) * np.float32(1e-3)
+            for n, s in self.schemas[task.block].items()
+        }
         return codec.compress(delta, None, task.compression)[0]
 
 
@@ -160,11 +177,20 @@ def join_message(me: Identity) -> m.Join:
 
 def task_request(me: Identity, joined: m.JoinReply, *, leaving: bool = False) -> m.TaskRequest:
     """Signed."""
-    asked = m.TaskRequest(run=joined.run, worker=me.worker, fingerprint=joined.fingerprint, speed=SPEED, leaving=leaving, nonce=new_nonce())
+    asked = m.TaskRequest(
+        run=joined.run,
+        worker=me.worker,
+        fingerprint=joined.fingerprint,
+        speed=SPEED,
+        leaving=leaving,
+        nonce=new_nonce(),
+    )
     return me.sign(asked)
 
 
-def submission(me: Identity, joined: m.JoinReply, task: m.Task, payload: bytes, seconds: float) -> m.Submission:
+def submission(
+    me: Identity, joined: m.JoinReply, task: m.Task, payload: bytes, seconds: float
+) -> m.Submission:
     """Signed, for as much time of training that was not done."""
     said = m.Submission(
         run=joined.run,
@@ -194,9 +220,15 @@ class SimulatedWorker:
 
     def __init__(self, shared: Shared, number: int) -> None:
         self._load, self._notes, self._shared = shared.load, shared.notes, shared
-        self._me: Identity = identity_from_seed(sha256(f"{self._load.seed}/{number}".encode()).encode()[:32])
+        self._me: Identity = identity_from_seed(
+            sha256(f"{self._load.seed}/{number}".encode()).encode()[:32]
+        )
         self._draw = np.random.default_rng([self._load.seed, number])
-        self._line = HttpLine(self._load, self._notes, f"127.{1 + (number >> 16)}.{(number >> 8) & 255}.{number & 255}")
+        self._line = HttpLine(
+            self._load,
+            self._notes,
+            f"127.{1 + (number >> 16)}.{(number >> 8) & 255}.{number & 255}",
+        )
         self._joined: m.JoinReply | None = None
         self._pace = float(self._draw.uniform(*PACES))
         self._going = asyncio.Event()
@@ -230,12 +262,17 @@ class SimulatedWorker:
         await self._leave()
 
     async def _join(self) -> m.Task | m.Wait:
-        self._joined = await self._line.post("join", m.JoinReply, "/v1/join", join_message(self._me))
+        self._joined = await self._line.post(
+            "join", m.JoinReply, "/v1/join", join_message(self._me)
+        )
         self._notes.joined += 1
         return self._joined.next
 
     async def _ask(self, *, leaving: bool = False) -> m.Task | m.Wait:
-        name, asked = "leave" if leaving else "next_task", task_request(self._me, self._reply, leaving=leaving)
+        name, asked = (
+            "leave" if leaving else "next_task",
+            task_request(self._me, self._reply, leaving=leaving),
+        )
         return (await self._line.post(name, m.TaskReply, "/v1/tasks", asked)).next
 
     async def _work(self, task: m.Task) -> m.Task | m.Wait | None:
@@ -247,10 +284,15 @@ class SimulatedWorker:
             if not await self._rest(min(left, self._load.heartbeat)):
                 return None
             done = int(task.steps * min(1.0, (time.monotonic() - began) / whole))
-            if time.monotonic() < ends and not (await self._beat(task, min(done, task.steps - 1))).go_on:
+            if (
+                time.monotonic() < ends
+                and not (await self._beat(task, min(done, task.steps - 1))).go_on
+            ):
                 self._notes.refused["told to stop"] += 1
                 return None
-        await self._beat(task, task.steps)  # trained: the next task may be handed out while this one is uploaded
+        await self._beat(
+            task, task.steps
+        )  # trained: the next task may be handed out while this one is uploaded
         ahead = await self._ask()
         sent = await self._send(task, time.monotonic() - began)
         return ahead if isinstance(ahead, m.Task) else sent
@@ -266,12 +308,16 @@ class SimulatedWorker:
             bytes=0,
             nonce=new_nonce(),
         )
-        return await self._line.post("heartbeat", m.HeartbeatReply, "/v1/heartbeat", self._me.sign(said))
+        return await self._line.post(
+            "heartbeat", m.HeartbeatReply, "/v1/heartbeat", self._me.sign(said)
+        )
 
     async def _send(self, task: m.Task, seconds: float) -> m.Task | m.Wait | None:
         payload = await self._shared.payload(self._line, task, self._draw)
         ticket = f"\r\n{m.TICKET_HEADER}: {task.ticket}"
-        have = (await self._line.get("upload_state", m.UploadState, f"/v1/uploads/{task.task}", ticket)).have
+        have = (
+            await self._line.get("upload_state", m.UploadState, f"/v1/uploads/{task.task}", ticket)
+        ).have
         for index, chunk in enumerate(split(payload, task.chunk_bytes)):
             if index not in have:
                 head = f"PUT /v1/uploads/{task.task}/{index} HTTP/1.1{ticket}\r\n{m.DIGEST_HEADER}: {sha256(chunk)}"
@@ -339,7 +385,9 @@ async def run_swarm(load: Load) -> Notes:
     began = time.monotonic()
     for number in range(load.workers):
         come(number)
-        await asyncio.sleep(max(0.0, began + (number + 1) / load.workers * load.gathering - time.monotonic()))
+        await asyncio.sleep(
+            max(0.0, began + (number + 1) / load.workers * load.gathering - time.monotonic())
+        )
     beside = [asyncio.create_task(work) for work in (churn(), _watch(shared))]
     await asyncio.sleep(load.seconds)
     await _stopped([*beside, *living])
@@ -357,7 +405,9 @@ async def _watch(shared: Shared) -> None:
             shared.notes.errors[str(error)] += 1
 
     while True:
-        await looked(lambda: line.call("status", "GET /v1/status HTTP/1.1"))  # not read: checking a thousand workers would delay them all
+        await looked(
+            lambda: line.call("status", "GET /v1/status HTTP/1.1")
+        )  # not read: checking a thousand workers would delay them all
         await asyncio.sleep(0.5)
         await looked(lambda: line.get("run", m.Manifest, "/v1/run"))
         await asyncio.sleep(0.5)

@@ -48,12 +48,33 @@ class TransferOptions:
     @property
     def flags(self) -> list[str]:
         """One large block whose updates are sent as they are; every update makes a version."""
-        shape = {"blocks": 1, "layers-per-block": 1, "width": self.width, "heads": 2, "context": 16, "z-width": 8, "batch": 1}
-        policy = {"compose": "pool", "steps": 10**9, "seed": self.seed, "compression": "none", "task-steps": 1, "replicas": 1}
-        return [word for name, value in {**shape, **policy}.items() for word in (f"--{name}", str(value))]
+        shape = {
+            "blocks": 1,
+            "layers-per-block": 1,
+            "width": self.width,
+            "heads": 2,
+            "context": 16,
+            "z-width": 8,
+            "batch": 1,
+        }
+        policy = {
+            "compose": "pool",
+            "steps": 10**9,
+            "seed": self.seed,
+            "compression": "none",
+            "task-steps": 1,
+            "replicas": 1,
+        }
+        return [
+            word
+            for name, value in {**shape, **policy}.items()
+            for word in (f"--{name}", str(value))
+        ]
 
 
-def measure_transfers(options: TransferOptions, progress: Callable[[float], None] = lambda _: None) -> Result:
+def measure_transfers(
+    options: TransferOptions, progress: Callable[[float], None] = lambda _: None
+) -> Result:
     """Megabytes a second up and down, and their ratio to a raw copy of as many bytes over the same line."""
     with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as made:
         folder = Path(made)
@@ -99,13 +120,17 @@ class _Customer:
         task = self._task()
         schema = codec.schema_of(codec.unpack(b"".join(self.client.blob(task.weights.sha256))))
         draw = np.random.default_rng(self._seed)
-        payload = codec.compress_weights({name: draw.standard_normal(s.shape, dtype=np.float32) for name, s in schema.items()})
+        payload = codec.compress_weights(
+            {name: draw.standard_normal(s.shape, dtype=np.float32) for name, s in schema.items()}
+        )
         chunks = split(payload, task.chunk_bytes)
         self.sizes = (len(payload), self._joined.corpus.train.length)
         began = time.perf_counter()
         upload(self.client, task.task, task.ticket, chunks)
         took = time.perf_counter() - began
-        if not self.client.submit(submission(self._me, self._joined, task, payload, 0.0)).receipt.accepted:
+        if not self.client.submit(
+            submission(self._me, self._joined, task, payload, 0.0)
+        ).receipt.accepted:
             raise RunError("the uploaded update was refused")
         return len(payload) / took / 1e6
 
@@ -130,7 +155,10 @@ class _Customer:
 def _raw(link: Link, up: int, down: int) -> tuple[float, float]:
     """The same numbers of bytes through the same kind of line, with nothing but sockets."""
     with _counter() as port, shaped("127.0.0.1", port, link) as line:
-        return tuple(_copy((line.host, line.port), size, upward=upward) for size, upward in ((up, True), (down, False)))  # type: ignore[return-value]
+        return tuple(
+            _copy((line.host, line.port), size, upward=upward)
+            for size, upward in ((up, True), (down, False))
+        )  # type: ignore[return-value]
 
 
 def _copy(address: tuple[str, int], size: int, *, upward: bool) -> float:

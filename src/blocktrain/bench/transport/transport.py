@@ -15,7 +15,15 @@ from matplotlib.figure import Figure
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import Folder
 from blocktrain.bench.network.shaper import Link
-from blocktrain.bench.transport.trial import Place, Result, Told, Trial, goodput, run_trial, utilisation
+from blocktrain.bench.transport.trial import (
+    Place,
+    Result,
+    Told,
+    Trial,
+    goodput,
+    run_trial,
+    utilisation,
+)
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
@@ -54,8 +62,16 @@ SCALES = {
 
 PAPER: dict[str, Result] = {
     "replay": {"says": "nothing: no replay of a distributed run is reported"},
-    "workers": {"valid_ce": {"one_per_block": 1.359, "six_workers": 1.385}, "six_worker_cost": 0.026},
-    "hosts": {"start_ce": 5.580, "end_ce": 1.811, "gb": 15.22, "same_node_http": {"end_ce": 1.576, "gb": 10.23}},
+    "workers": {
+        "valid_ce": {"one_per_block": 1.359, "six_workers": 1.385},
+        "six_worker_cost": 0.026,
+    },
+    "hosts": {
+        "start_ce": 5.580,
+        "end_ce": 1.811,
+        "gb": 15.22,
+        "same_node_http": {"end_ce": 1.576, "gb": 10.23},
+    },
     "ladder": {"says": "full-precision checkpoints and updates"},
     "outer": {"says": "plain averaging of same-block replicas"},
     "differs": {
@@ -88,7 +104,9 @@ class TransportOptions:
 
     def trial(self, name: str, config: Config, policy: Policy, places: Sequence[Place]) -> Trial:
         """A run of this bench."""
-        return Trial(self.folder / name, config, policy, self.source, tuple(places), self.sizes.valid_bytes)
+        return Trial(
+            self.folder / name, config, policy, self.source, tuple(places), self.sizes.valid_bytes
+        )
 
 
 def measure(options: TransportOptions, told: Told) -> Result:
@@ -102,11 +120,15 @@ def measure(options: TransportOptions, told: Told) -> Result:
 def measure_replay(options: TransportOptions, told: Told) -> Result:
     """A run over HTTP, then its ledger trained and merged again in this process on one thread: the same hashes, or not."""
     config = options.config(options.seeds[0], blocks=4, steps=options.sizes.replay_steps)
-    trial = options.trial("replay", config, Policy(task_seconds=options.sizes.host_task_seconds / 3), [Place()] * 3)
+    trial = options.trial(
+        "replay", config, Policy(task_seconds=options.sizes.host_task_seconds / 3), [Place()] * 3
+    )
 
     def replayed(done: Trial) -> Result:
         found = audit(
-            Folder(done.folder / "coordinator"), retrain=True, progress=lambda _, n, of: told("replay", {"share": n / max(of, 1)})
+            Folder(done.folder / "coordinator"),
+            retrain=True,
+            progress=lambda _, n, of: told("replay", {"share": n / max(of, 1)}),
         )
         return {
             "equal": found.ok and found.retrained == found.updates,
@@ -115,8 +137,23 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
         }
 
     result = run_trial(trial, told, replayed)
-    kept = {key: result[key] for key in ("updates", "versions", "retrained", "late", "bytes_in", "bytes_out", "seconds", "findings")}
-    return {"equal_hashes": result["equal"], "replay": {**kept, "valid_ce": result["ce"]["composed"]}}
+    kept = {
+        key: result[key]
+        for key in (
+            "updates",
+            "versions",
+            "retrained",
+            "late",
+            "bytes_in",
+            "bytes_out",
+            "seconds",
+            "findings",
+        )
+    }
+    return {
+        "equal_hashes": result["equal"],
+        "replay": {**kept, "valid_ce": result["ce"]["composed"]},
+    }
 
 
 def measure_workers(options: TransportOptions, told: Told) -> Result:
@@ -129,10 +166,22 @@ def measure_workers(options: TransportOptions, told: Told) -> Result:
         ("six_workers_equal_text", 6, sizes.worker_steps // 2),
     ):
         config = options.config(options.seeds[0], blocks=3, compose="pool", steps=steps)
-        result = run_trial(options.trial(name, config, Policy(task_steps=sizes.task_steps), [Place()] * count), told)
+        result = run_trial(
+            options.trial(name, config, Policy(task_steps=sizes.task_steps), [Place()] * count),
+            told,
+        )
         trained = sum(w["accepted"] for w in result["workers"])
         moved = {"gb": _gb(result), "seconds": result["seconds"]}
-        rows.append({"name": name, "workers": count, "steps": steps, "trained_steps": trained, "valid_ce": result["ce"]["pool"], **moved})
+        rows.append(
+            {
+                "name": name,
+                "workers": count,
+                "steps": steps,
+                "trained_steps": trained,
+                "valid_ce": result["ce"]["pool"],
+                **moved,
+            }
+        )
     base = rows[0]["valid_ce"]
     for row in rows:
         row["cost"] = row["valid_ce"] - base
@@ -144,8 +193,16 @@ def measure_hosts(options: TransportOptions, told: Told) -> Result:
     sizes = options.sizes
     config = options.config(options.seeds[0], blocks=4, steps=sizes.host_steps)
     policy = Policy(task_seconds=sizes.host_task_seconds)
-    places = [Place(n % options.host_count, SLOW if n % 5 == 4 else 1.0) for n in range(-(-max(5, options.host_count) // 5) * 5)]
-    trial = options.trial(f"hosts-{options.host_count}-{options.link.rtt_ms:g}-{options.link.mbit:g}", config, policy, places)
+    places = [
+        Place(n % options.host_count, SLOW if n % 5 == 4 else 1.0)
+        for n in range(-(-max(5, options.host_count) // 5) * 5)
+    ]
+    trial = options.trial(
+        f"hosts-{options.host_count}-{options.link.rtt_ms:g}-{options.link.mbit:g}",
+        config,
+        policy,
+        places,
+    )
     result = run_trial(replace(trial, link=options.link, from_start=True), told)
     gb = _gb(result)
     return {
@@ -180,22 +237,46 @@ def measure_ladder(options: TransportOptions, told: Told) -> Result:
     for seed in seeds:
         for rung in RUNGS:
             config = options.config(seed, blocks=2, compose="pool", steps=sizes.ladder_steps)
-            policy = Policy(compression=rung, replicas=1, task_steps=sizes.task_steps, clip=None, exclusive=True)
-            found[rung].append(run_trial(options.trial(f"ladder-{rung}-{seed}", config, policy, [Place()] * 2), told))
+            policy = Policy(
+                compression=rung, replicas=1, task_steps=sizes.task_steps, clip=None, exclusive=True
+            )
+            found[rung].append(
+                run_trial(
+                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Place()] * 2), told
+                )
+            )
     rows = []
     for name, results in found.items():
-        costs = [mine["ce"]["pool"] - plain["ce"]["pool"] for mine, plain in zip(results, found["none"], strict=True)]
+        costs = [
+            mine["ce"]["pool"] - plain["ce"]["pool"]
+            for mine, plain in zip(results, found["none"], strict=True)
+        ]
         sent = [sum(w["sent"] for w in result["workers"]) for result in results]
         plain = [sum(w["sent"] for w in result["workers"]) for result in found["none"]]
         mean = sum(costs) / len(costs)
         ratio = sum(sent) / sum(plain)
-        rows.append({"name": name, "bytes_ratio": ratio, "ce_cost": mean, "bytes": sum(sent) // len(sent), "ce_costs": costs})
-    return {"ladder": rows, "ladder_seeds": list(seeds), "ladder_default": Policy().compression, "ladder_smallest": smallest(rows)}
+        rows.append(
+            {
+                "name": name,
+                "bytes_ratio": ratio,
+                "ce_cost": mean,
+                "bytes": sum(sent) // len(sent),
+                "ce_costs": costs,
+            }
+        )
+    return {
+        "ladder": rows,
+        "ladder_seeds": list(seeds),
+        "ladder_default": Policy().compression,
+        "ladder_smallest": smallest(rows),
+    }
 
 
 def smallest(rows: Sequence[Result], bound: float = BOUND) -> str:
     """The rung with the fewest bytes among those that cost no more than the bound."""
-    return min((row for row in rows if row["ce_cost"] <= bound), key=lambda row: row["bytes_ratio"])["name"]
+    return min(
+        (row for row in rows if row["ce_cost"] <= bound), key=lambda row: row["bytes_ratio"]
+    )["name"]
 
 
 def measure_outer(options: TransportOptions, told: Told) -> Result:
@@ -204,11 +285,21 @@ def measure_outer(options: TransportOptions, told: Told) -> Result:
     rows = []
     for steps in sizes.outer_tasks:
         for outer in ("average", "nesterov"):
-            config = options.config(options.seeds[0], blocks=2, compose="pool", steps=sizes.outer_steps)
+            config = options.config(
+                options.seeds[0], blocks=2, compose="pool", steps=sizes.outer_steps
+            )
             policy = Policy(outer=outer, task_steps=steps, replicas=2)
-            result = run_trial(options.trial(f"outer-{outer}-{steps}", config, policy, [Place()] * 4), told)
-            moved = {"gb": _gb(result), "versions": result["versions"], "seconds": result["seconds"]}
-            rows.append({"outer": outer, "task_steps": steps, "valid_ce": result["ce"]["pool"], **moved})
+            result = run_trial(
+                options.trial(f"outer-{outer}-{steps}", config, policy, [Place()] * 4), told
+            )
+            moved = {
+                "gb": _gb(result),
+                "versions": result["versions"],
+                "seconds": result["seconds"],
+            }
+            rows.append(
+                {"outer": outer, "task_steps": steps, "valid_ce": result["ce"]["pool"], **moved}
+            )
     return {"outer": rows}
 
 
@@ -227,7 +318,13 @@ _MEASURES: dict[Part, Callable[[TransportOptions, Told], Result]] = {
 
 def trials(options: TransportOptions) -> int:
     """How many bars there will be: runs, and the replay of one."""
-    counts = {"replay": 2, "workers": 3, "hosts": 1, "ladder": len(RUNGS) * options.sizes.ladder_seeds, "outer": 4}
+    counts = {
+        "replay": 2,
+        "workers": 3,
+        "hosts": 1,
+        "ladder": len(RUNGS) * options.sizes.ladder_seeds,
+        "outer": 4,
+    }
     return sum(counts[part] for part in options.parts)
 
 
@@ -241,15 +338,34 @@ def plot_transport(path: Path, result: Result) -> bool:
         axes.grid(alpha=0.3)
         if part == "hosts":
             found = result["hosts"]
-            axes.plot([moved / 1e9 for _, moved, _ in found["curve"]], [loss for *_, loss in found["curve"]], color="#0072b2")
+            axes.plot(
+                [moved / 1e9 for _, moved, _ in found["curve"]],
+                [loss for *_, loss in found["curve"]],
+                color="#0072b2",
+            )
             axes.set(xlabel="GB moved", ylabel="training loss, mean of blocks")
-            axes.set_title(f"{found['hosts']} hosts, {found['rtt_ms']:g} ms, {found['mbit']:g} Mbit", fontsize=10)
+            axes.set_title(
+                f"{found['hosts']} hosts, {found['rtt_ms']:g} ms, {found['mbit']:g} Mbit",
+                fontsize=10,
+            )
         else:
             for row in result["ladder"]:
                 axes.scatter(row["bytes_ratio"], row["ce_cost"], color="#d55e00")
-                axes.annotate(row["name"], (row["bytes_ratio"], row["ce_cost"]), textcoords="offset points", xytext=(6, 4))
+                axes.annotate(
+                    row["name"],
+                    (row["bytes_ratio"], row["ce_cost"]),
+                    textcoords="offset points",
+                    xytext=(6, 4),
+                )
             axes.axhline(BOUND, color="#999999", linestyle="--", linewidth=1)
-            axes.set(xlabel="bytes of updates, uncompressed = 1", ylabel="cost (nats per byte)", xlim=(0, 1.15))
-            axes.set_title(f"how updates are sent (seeds {', '.join(map(str, result['ladder_seeds']))})", fontsize=10)
+            axes.set(
+                xlabel="bytes of updates, uncompressed = 1",
+                ylabel="cost (nats per byte)",
+                xlim=(0, 1.15),
+            )
+            axes.set_title(
+                f"how updates are sent (seeds {', '.join(map(str, result['ladder_seeds']))})",
+                fontsize=10,
+            )
     figure.savefig(path, dpi=130)
     return True

@@ -75,7 +75,9 @@ class Trial:
         }
 
 
-def run_trial(trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}) -> Result:
+def run_trial(
+    trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
+) -> Result:
     """Train the run of a trial to its end and measure it; `after` may look at the coordinator's folder and add to the result."""
     kept = trial.folder / "result.json"
     if kept.exists() and (found := read_json(kept)).get("settings") == trial.settings:
@@ -91,7 +93,13 @@ def run_trial(trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial
         ce = _composed(trial, coordinator, "end")
     finally:
         coordinator.close()
-    result = {"settings": trial.settings, "start_ce": start["composed"] if start else None, "ce": ce, **measured, **after(trial)}
+    result = {
+        "settings": trial.settings,
+        "start_ce": start["composed"] if start else None,
+        "ce": ce,
+        **measured,
+        **after(trial),
+    }
     write_json(kept, result)
     for name in ("coordinator", "prepared", "caches", "start", "end"):
         shutil.rmtree(trial.folder / name, ignore_errors=True)
@@ -183,7 +191,13 @@ class _Curve:
             share = min(1.0, sum(block.steps for block in status.blocks) / self._steps)
             if losses:
                 loss = sum(losses) / len(losses)
-                self.points.append((round(time.monotonic() - self._began, 1), status.bytes_in + status.bytes_out, round(loss, 4)))
+                self.points.append(
+                    (
+                        round(time.monotonic() - self._began, 1),
+                        status.bytes_in + status.bytes_out,
+                        round(loss, 4),
+                    )
+                )
                 self._told(self._name, {"share": share, "loss": loss})
 
 
@@ -206,7 +220,9 @@ def work(channel: Channel, seat: Seat) -> None:
     sheet = Timesheet()
     client = HttpClient(seat.url)
     with own_identity(seat.cache) as identity:
-        Worker(client, seat.cache, identity, Machine("cpu", 0, seat.name), sheet.told).run(lambda: channel.stopped)
+        Worker(client, seat.cache, identity, Machine("cpu", 0, seat.name), sheet.told).run(
+            lambda: channel.stopped
+        )
     client.close()
     channel.send(**sheet.summary())
 
@@ -253,7 +269,18 @@ class Timesheet:
         return {
             "seconds": time.monotonic() - self.began,
             "training": self.training,
-            **{name: getattr(self, name) for name in ("trained", "accepted", "updates", "refused", "abandoned", "sent", "waits")},
+            **{
+                name: getattr(self, name)
+                for name in (
+                    "trained",
+                    "accepted",
+                    "updates",
+                    "refused",
+                    "abandoned",
+                    "sent",
+                    "waits",
+                )
+            },
         }
 
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 MOST_DRAFTED = 32
 FADING = 0.9  # what a measurement counts for after the next one
-PRIOR_ACCEPTANCE, PRIOR_BYTES = 0.85, 20.0  # before anything is known: so good, and as firmly as so many drafted bytes
+PRIOR_ACCEPTANCE, PRIOR_BYTES = (
+    0.85,
+    20.0,
+)  # before anything is known: so good, and as firmly as so many drafted bytes
 REMEMBERED = 400.0  # drafted bytes over which acceptance is averaged
 EQUAL = 1.02  # times as long is as good as equal
 GOING_ON = 0.05  # probability that a draft is right to its end, from which on it is worth to draft on behind it
@@ -38,9 +41,17 @@ class Line:
         return 8 * size / self.bits if self.bits else 0.0
 
 
-def fan_sweep(positions: int, line: Line, answer_bytes: float, stage: Linear, fusion: Linear) -> float:
+def fan_sweep(
+    positions: int, line: Line, answer_bytes: float, stage: Linear, fusion: Linear
+) -> float:
     """Seconds of a fan sweep. `answer_bytes` come back for a position, from all stages together: they share the entry's downlink."""
-    return line.rtt + line.overhead + line.transfer(positions * answer_bytes) + stage(positions) + fusion(positions)
+    return (
+        line.rtt
+        + line.overhead
+        + line.transfer(positions * answer_bytes)
+        + stage(positions)
+        + fusion(positions)
+    )
 
 
 def ring_sweep(positions: int, line: Line, hosts: int, state_bytes: float, stage: Linear) -> float:
@@ -51,7 +62,9 @@ def ring_sweep(positions: int, line: Line, hosts: int, state_bytes: float, stage
 
 def expected_bytes(acceptance: float, drafted: int) -> float:
     """Bytes that a sweep over so many drafted ones commits, if each is accepted with this probability on its own."""
-    return drafted + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+    return (
+        drafted + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+    )
 
 
 def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -> float:
@@ -60,11 +73,15 @@ def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -
     A draft that is right to its end was followed up while its sweep was under way: the next one costs what did not fit in there.
     """
     followed_up = acceptance**drafted if drafted else 0.0
-    drafting = (1 - followed_up) * drafted * draft + followed_up * max((drafted + 1) * draft - sweep, 0.0)
+    drafting = (1 - followed_up) * drafted * draft + followed_up * max(
+        (drafted + 1) * draft - sweep, 0.0
+    )
     return (drafting + sweep) / expected_bytes(acceptance, drafted)
 
 
-def swept_seconds(acceptance: float, length: int, sweeps: int, draft: float, sweep: Callable[[int], float]) -> float:
+def swept_seconds(
+    acceptance: float, length: int, sweeps: int, draft: float, sweep: Callable[[int], float]
+) -> float:
     """Seconds per byte of mode sweep for an output of this length: what a sweep does not commit is drafted anew."""
     seconds, left = 0.0, float(length)
     for _ in range(sweeps):
@@ -86,7 +103,9 @@ class SweepMeter:
         """One sweep, as it was measured."""
         values = (1.0, positions, seconds, positions * positions, positions * seconds)
         old = (self._weight, self._m, self._s, self._mm, self._ms)
-        self._weight, self._m, self._s, self._mm, self._ms = (FADING * a + b for a, b in zip(old, values, strict=True))
+        self._weight, self._m, self._s, self._mm, self._ms = (
+            FADING * a + b for a, b in zip(old, values, strict=True)
+        )
 
     def __call__(self, positions: int) -> float:
         """What a sweep of so many positions is expected to take."""
@@ -116,7 +135,9 @@ class Pace:
         """So many bytes were drafted in so long."""
         if count:
             share = 1 - FADING**count
-            self.draft += share * (min(seconds / count, 3 * self.draft) - self.draft)  # one hiccup of the machine is no trend
+            self.draft += share * (
+                min(seconds / count, 3 * self.draft) - self.draft
+            )  # one hiccup of the machine is no trend
 
     def verified(self, accepted: int, drafted: int) -> None:
         """Of a draft so many bytes were right; those after the first wrong one say nothing."""
@@ -126,7 +147,10 @@ class Pace:
 
     def undrafted(self) -> None:
         """A sweep without a draft: what is known of acceptance grows old, so that drafting gets another chance."""
-        self._tried, self._right = 0.98 * self._tried + 0.02 * PRIOR_BYTES, 0.98 * self._right + 0.02 * PRIOR_BYTES * PRIOR_ACCEPTANCE
+        self._tried, self._right = (
+            0.98 * self._tried + 0.02 * PRIOR_BYTES,
+            0.98 * self._right + 0.02 * PRIOR_BYTES * PRIOR_ACCEPTANCE,
+        )
 
     def best_draft(self, most: int) -> int:
         """How many bytes to draft so that a byte is soonest; 0 is to write one at a time.
@@ -134,9 +158,16 @@ class Pace:
         Of lengths that are as good as equal the longest: it needs the fewest sweeps.
         """
         acceptance = min(self.acceptance, 0.995)
-        seconds = [exact_seconds(acceptance, n, self.draft, self.sweep(n + 1)) for n in range(min(most, MOST_DRAFTED) + 1)]
+        seconds = [
+            exact_seconds(acceptance, n, self.draft, self.sweep(n + 1))
+            for n in range(min(most, MOST_DRAFTED) + 1)
+        ]
         best = min(seconds)
-        return max(n for n, each in enumerate(seconds) if each <= EQUAL * best) if best < seconds[0] else 0
+        return (
+            max(n for n, each in enumerate(seconds) if each <= EQUAL * best)
+            if best < seconds[0]
+            else 0
+        )
 
     def worth_going_on(self, drafted: int) -> bool:
         """Whether a draft of this length is right often enough to draft on behind it."""

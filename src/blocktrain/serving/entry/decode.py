@@ -117,7 +117,11 @@ class Answer:
         until = len(self.text)
         if self.finish is None and self._stop:
             longest = min(max(map(len, self._stop)) - 1, until - self._shown)
-            ends = (size for size in range(longest, 0, -1) if any(word.startswith(self.text[-size:]) for word in self._stop))
+            ends = (
+                size
+                for size in range(longest, 0, -1)
+                if any(word.startswith(self.text[-size:]) for word in self._stop)
+            )
             until -= next(ends, 0)
         shown = bytes(self.text[self._shown : until])
         self._shown = max(until, self._shown)

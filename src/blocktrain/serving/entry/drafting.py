@@ -27,7 +27,9 @@ class Lean:
     def __init__(self, config: Config, holding: FanBlocks, number: int = 1) -> None:
         block = holding.blocks[number]
         if block.skip == "edm":
-            raise ConfigError("a block of skip=edm predicts nothing without a noised target; use mode autoregressive")
+            raise ConfigError(
+                "a block of skip=edm predicts nothing without a noised target; use mode autoregressive"
+            )
         self.number, self.block, self._holding = number, block, holding
         self.cache = Cache(block, 1)
         slots, width = self.cache.data.shape[-2], block.embed.shape[-1]
@@ -36,12 +38,21 @@ class Lean:
         self._offsets = [VOCABULARY * back for back in range(block.embed.shape[0])]
         self._query = torch.zeros(1, heads, MIN_ROWS, size)
         cosine, sine = block.rotation
-        self._cosine, self._sine = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)  # (positions, D)
+        self._cosine, self._sine = (
+            torch.cat([cosine, cosine], -1),
+            torch.cat([-sine, sine], -1),
+        )  # (positions, D)
         # A slice of it is the mask of a position: nothing to add up to its own slot, -inf beyond.
         self._seen = torch.cat([torch.zeros(slots), torch.full((slots,), -torch.inf)])
-        self._extra = block.noise_in(noise_features(middle_noise(config, number, block.embed.device)))[0] if block.skip else None
+        self._extra = (
+            block.noise_in(noise_features(middle_noise(config, number, block.embed.device)))[0]
+            if block.skip
+            else None
+        )
         self._layers: list[Layer] = list(block.layers)  # type: ignore[arg-type]
-        self._keys = [(data[0, 0], data[1, 0]) for data in self.cache.data]  # (H, slots, D) of every layer
+        self._keys = [
+            (data[0, 0], data[1, 0]) for data in self.cache.data
+        ]  # (H, slots, D) of every layer
 
     def read(self, ids: bytes, start: int) -> Tensor:
         """Forget what came from `start` on, read the ids from there, and return the logits (V,) after the last of them."""
@@ -55,7 +66,9 @@ class Lean:
         cache = self.cache
         position = cache.length
         if position >= self.block.context:
-            raise ValueError(f"position {position} does not fit the context of {self.block.context}")
+            raise ValueError(
+                f"position {position} does not fit the context of {self.block.context}"
+            )
         cache.ids[0, position] = byte
         x = self._embedded(position)
         cosine, sine = self._cosine[position], self._sine[position]
@@ -71,7 +84,9 @@ class Lean:
         """(4, W), the byte and those before it in row 0."""
         before = min(position, len(self._offsets) - 1)
         last = self.cache.ids[0, position - before : position + 1].tolist()
-        found = self._tables[[offset + byte for offset, byte in zip(self._offsets, reversed(last), strict=False)]]
+        found = self._tables[
+            [offset + byte for offset, byte in zip(self._offsets, reversed(last), strict=False)]
+        ]
         x = torch.zeros(MIN_ROWS, found.shape[-1])
         for row in found:
             x[0] += row
@@ -79,12 +94,22 @@ class Lean:
             x[0] += self._extra
         return x
 
-    def _layer(self, layer: Layer, x: Tensor, around: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], position: int) -> Tensor:
+    def _layer(
+        self,
+        layer: Layer,
+        x: Tensor,
+        around: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        position: int,
+    ) -> Tensor:
         cosine, sine, seen, keys, values = around
         width = x.shape[-1]
-        qkv = (F.rms_norm(x, (width,), layer.norm_attention.scale, EPSILON) @ layer.qkv.weight)[0].view(3, layer.heads, -1)
+        qkv = (F.rms_norm(x, (width,), layer.norm_attention.scale, EPSILON) @ layer.qkv.weight)[
+            0
+        ].view(3, layer.heads, -1)
         turned = qkv[:2]
-        turned = turned * cosine + turned.roll(turned.shape[-1] // 2, -1) * sine  # as `rotate`: the halves are the coordinates
+        turned = (
+            turned * cosine + turned.roll(turned.shape[-1] // 2, -1) * sine
+        )  # as `rotate`: the halves are the coordinates
         self._query[0, :, 0] = turned[0]
         keys[:, position] = turned[1]
         values[:, position] = qkv[2]

@@ -128,8 +128,14 @@ class Entry:
         self.config, self.reference, self.wire = self.manifest.config, reference, wire
         self.fan = self.config.compose != "euler" and not reference
         if reference and not self.manifest.run.weights(REFERENCE).is_file():
-            raise ConfigError(f"{folder} has no end-to-end reference; train one with: blocktrain train --reference")
-        weights = file_sha256(self.manifest.run.weights(REFERENCE)) if reference else self.manifest.model_hash
+            raise ConfigError(
+                f"{folder} has no end-to-end reference; train one with: blocktrain train --reference"
+            )
+        weights = (
+            file_sha256(self.manifest.run.weights(REFERENCE))
+            if reference
+            else self.manifest.model_hash
+        )
         self.route = Route(route, Access(self.config.fingerprint, key, weights, tls=tls))
         self.pace = Pace()
         self._thread = ComputeThread(threads)
@@ -148,7 +154,10 @@ class Entry:
             numbers = [n for n in range(1, self.config.independent + 1) if n == 1 or n not in held]
             local, readout = await asyncio.to_thread(self._load_fan, numbers)
             facts = (self.config.independent, self.config.width)
-            self._local, self._home = local, Home(self.route, self._thread, local, frozenset({1}), readout, *facts)
+            self._local, self._home = (
+                local,
+                Home(self.route, self._thread, local, frozenset({1}), readout, *facts),
+            )
         else:
             blocks, self._local = await asyncio.to_thread(self._load_ring)
             self._ring = RingHome(self.route, self._thread, self.config, self.reference, blocks)
@@ -156,23 +165,43 @@ class Entry:
     def _load_fan(self, numbers: list[int]) -> tuple[FanBlocks, Block | Readout]:
         config, manifest = self.config, self.manifest
         if config.compose == "fuse":
-            fusion = load_blocks(manifest, [config.blocks], CPU)[config.blocks].requires_grad_(False).eval()
-            return FanBlocks(config, load_blocks(manifest, numbers, CPU), manifest.model_hash), fusion
-        blocks = load_blocks(manifest, range(1, config.blocks + 1), CPU)  # the pool reads the heads of all
+            fusion = (
+                load_blocks(manifest, [config.blocks], CPU)[config.blocks]
+                .requires_grad_(False)
+                .eval()
+            )
+            return FanBlocks(
+                config, load_blocks(manifest, numbers, CPU), manifest.model_hash
+            ), fusion
+        blocks = load_blocks(
+            manifest, range(1, config.blocks + 1), CPU
+        )  # the pool reads the heads of all
         weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
         readout = Model(config, list(blocks.values()), None, weights).readout()
-        return FanBlocks(config, {number: blocks[number] for number in numbers}, manifest.model_hash), readout
+        return FanBlocks(
+            config, {number: blocks[number] for number in numbers}, manifest.model_hash
+        ), readout
 
     def _load_ring(self) -> tuple[list[Block], FanBlocks | None]:
         """All blocks where there is no route, and the one to draft with where that makes sense."""
         config, manifest = self.config, self.manifest
         if self.reference:
-            own = [] if self.route.lines else [load_block(manifest.run, config, REFERENCE, CPU).requires_grad_(False).eval()]
+            own = (
+                []
+                if self.route.lines
+                else [load_block(manifest.run, config, REFERENCE, CPU).requires_grad_(False).eval()]
+            )
             return own, None
         numbers = range(1, 2 if self.route.lines else config.blocks + 1)
         blocks = load_blocks(manifest, numbers, CPU)
-        drafting = None if config.skip == "edm" else FanBlocks(config, {1: blocks[1]}, manifest.model_hash)
-        own = [] if self.route.lines else [block.requires_grad_(False).eval() for block in blocks.values()]
+        drafting = (
+            None if config.skip == "edm" else FanBlocks(config, {1: blocks[1]}, manifest.model_hash)
+        )
+        own = (
+            []
+            if self.route.lines
+            else [block.requires_grad_(False).eval() for block in blocks.values()]
+        )
         return own, drafting
 
     async def aclose(self) -> None:
@@ -204,8 +233,17 @@ class Entry:
             "fingerprint": config.fingerprint,
             "local_blocks": local,
         }
-        pace = {"acceptance": round(self.pace.acceptance, 4), "draft_ms": round(1000 * self.pace.draft, 3)}
-        return {"hosts": self.route.status(), "sessions": self._jobs, "model": facts, "modes": self.modes(), "pace": pace}
+        pace = {
+            "acceptance": round(self.pace.acceptance, 4),
+            "draft_ms": round(1000 * self.pace.draft, 3),
+        }
+        return {
+            "hosts": self.route.status(),
+            "sessions": self._jobs,
+            "model": facts,
+            "modes": self.modes(),
+            "pace": pace,
+        }
 
     # -- answers
 
@@ -213,17 +251,23 @@ class Entry:
         """Refuse what this model cannot do."""
         config = self.config
         if request.mode == "exact" and not self.fan:
-            raise ConfigError("mode exact needs a model composed by fuse or pool, whose blocks read only bytes; use mode autoregressive")
+            raise ConfigError(
+                "mode exact needs a model composed by fuse or pool, whose blocks read only bytes; use mode autoregressive"
+            )
         if request.mode != "sweep":
             return
         if self.reference:
-            raise ConfigError("the end-to-end reference has no block to draft with; use mode autoregressive")
+            raise ConfigError(
+                "the end-to-end reference has no block to draft with; use mode autoregressive"
+            )
         if request.draft == "none" and (self.fan or not config.tail):
             raise ConfigError(
                 "a sweep from noise needs a model trained with --objective denoise --compose euler --tail N; use draft first-block"
             )
         if request.draft == "first-block" and self._local is None:
-            raise ConfigError("a block of skip=edm predicts nothing without a noised target; use mode autoregressive, or draft none")
+            raise ConfigError(
+                "a block of skip=edm predicts nothing without a noised target; use mode autoregressive, or draft none"
+            )
         if request.sweeps < 1:
             raise ConfigError("a sweep is made at least once; ask for sweeps of 1 or more")
 
@@ -259,9 +303,15 @@ class Entry:
             session = RingSession(self._ring, self.wire, request.seed)
         else:
             raise ConfigError("the entry was not started")
-        self.pace.sweep.guess = 2e-3 + max((line.rtt_ms for line in self.route.lines if line.alive), default=0.0) / 1000
+        self.pace.sweep.guess = (
+            2e-3 + max((line.rtt_ms for line in self.route.lines if line.alive), default=0.0) / 1000
+        )
         drafting = request.mode != "autoregressive" and self._local is not None
-        drafter = Drafter(Lean(self.config, self._local), sampler) if drafting and self._local is not None else None
+        drafter = (
+            Drafter(Lean(self.config, self._local), sampler)
+            if drafting and self._local is not None
+            else None
+        )
         stats = Stats(request.mode, prompt_bytes_cut=answer.cut)
         return _Job(request, answer, Picker(sampler), session, drafter, stats, deadline)
 

@@ -16,13 +16,23 @@ from blocktrain.learning.model import Block, Cache, Readout
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.entry.decode import common
-from blocktrain.serving.entry.readers import AnswerFailed, LocalReader, Reader, RemoteReader, Tally, seen
+from blocktrain.serving.entry.readers import (
+    AnswerFailed,
+    LocalReader,
+    Reader,
+    RemoteReader,
+    Tally,
+    seen,
+)
 from blocktrain.serving.entry.route import Route
 from blocktrain.serving.entry.thread import ComputeThread
 from blocktrain.serving.holding import FanBlocks
 from blocktrain.serving.line.lines import StageLine, StageLost, StageRefused
 
-GRACE_SECONDS, GRACE_ROUND_TRIPS = 0.5, 4  # that a stage which was just lost is given to come back, if no other holds its block
+GRACE_SECONDS, GRACE_ROUND_TRIPS = (
+    0.5,
+    4,
+)  # that a stage which was just lost is given to come back, if no other holds its block
 PATIENCE_SECONDS = 5.0  # the same, if the answer must not go on without the block
 AVOID_SECONDS = 1.0  # how long a stage that refused is not asked again
 HANG_SECONDS = 20.0  # that a stage which answers PINGs may compute before another holder is asked; twice as long the next time
@@ -58,10 +68,15 @@ class Fusion:
         ids = torch.tensor([list(window[first:])])
         there = torch.tensor(kept, dtype=torch.float32)[:, None]
         if self._cache is None:
-            return in_pieces(lambda part: self._answer(ids[:, part], features[:, None, part], there), ids.shape[1])[0]
+            return in_pieces(
+                lambda part: self._answer(ids[:, part], features[:, None, part], there),
+                ids.shape[1],
+            )[0]
         self._cache.truncate(first)
         self._known, self._kept = window[:first], kept
-        found = in_pieces(lambda part: self._answer(ids[:, part], features[:, None, part], there), ids.shape[1])[0]
+        found = in_pieces(
+            lambda part: self._answer(ids[:, part], features[:, None, part], there), ids.shape[1]
+        )[0]
         self._known = window
         return found
 
@@ -97,7 +112,9 @@ class FanSession:
             await self._wait_for_all()
             kept = self._kept()
             if not any(kept):
-                raise AnswerFailed("no stage of any block can be reached; start one with: blocktrain stage RUN")
+                raise AnswerFailed(
+                    "no stage of any block can be reached; start one with: blocktrain stage RUN"
+                )
             first = self._fusion.first(window, start, kept)
             self.tally.positions = len(window) - first
             features = await self._ask(window, first)
@@ -106,7 +123,9 @@ class FanSession:
             self.tally.troubled = True
             self._epoch += 1
         self.tally.missing |= {number for number, there in enumerate(kept, 1) if not there}
-        logits = await self._home.thread.run(lambda: self._fusion.read(window, first, features, kept))
+        logits = await self._home.thread.run(
+            lambda: self._fusion.read(window, first, features, kept)
+        )
         return logits[start - first :]
 
     async def aclose(self) -> None:
@@ -134,7 +153,9 @@ class FanSession:
                 wanted.setdefault(line, []).append(number)
         for line, numbers in wanted.items():
             if line is None:
-                self._readers.append(LocalReader(self._home.local, tuple(numbers), self._home.thread))
+                self._readers.append(
+                    LocalReader(self._home.local, tuple(numbers), self._home.thread)
+                )
             else:
                 reader = RemoteReader(line, tuple(numbers), self._terms.wire, self.tally)
                 await reader.open()
@@ -144,7 +165,11 @@ class FanSession:
         """Whom to ask for a block, None for this process: one that hung lately only if there is nobody else."""
         avoid, route = _names(self._avoid), self._home.route
         found = route.pick(number, avoid | _names(self._home.shunned))
-        return found if found is not None or number in self._home.local.blocks else route.pick(number, avoid)
+        return (
+            found
+            if found is not None or number in self._home.local.blocks
+            else route.pick(number, avoid)
+        )
 
     def _drop(self, reader: Reader) -> None:
         if reader in self._readers:
@@ -173,7 +198,9 @@ class FanSession:
                 wait = grace - gone
             else:
                 wait = min(self._terms.deadline, began + PATIENCE_SECONDS) - loop.time()
-                refused = any(route.pick(number) for number in missing)  # alive, but it said no a moment ago
+                refused = any(
+                    route.pick(number) for number in missing
+                )  # alive, but it said no a moment ago
                 if wait <= 0 or (gone == math.inf and not refused):
                     raise AnswerFailed(self._nobody(missing))
                 self.tally.lacks = self._nobody(missing)
@@ -199,7 +226,9 @@ class FanSession:
         try:
             waiting = set(asked)
             while waiting and not lost:
-                done, waiting = await asyncio.wait(waiting, timeout=self._hang_seconds, return_when=asyncio.FIRST_COMPLETED)
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=self._hang_seconds, return_when=asyncio.FIRST_COMPLETED
+                )
                 lost = not done and self._leave_hanging([asked[future] for future in waiting])
                 for future in done:
                     problem = future.exception()
@@ -221,7 +250,11 @@ class FanSession:
 
     def _leave_hanging(self, readers: list[Reader]) -> bool:
         """Give up those that somebody else can stand in for; whether there are any."""
-        found = [reader for reader in readers if isinstance(reader, RemoteReader) and self._can_do_without(reader)]
+        found = [
+            reader
+            for reader in readers
+            if isinstance(reader, RemoteReader) and self._can_do_without(reader)
+        ]
         for reader in found:
             self._home.shunned[reader.line.name] = asyncio.get_running_loop().time() + SHUN_SECONDS
             self._drop(reader)
@@ -230,11 +263,18 @@ class FanSession:
 
     def _can_do_without(self, reader: RemoteReader) -> bool:
         home, avoid = self._home, _names(self._home.shunned) | {reader.line.name}
-        return all(number in home.local.blocks or home.route.pick(number, avoid) for number in reader.blocks)
+        return all(
+            number in home.local.blocks or home.route.pick(number, avoid)
+            for number in reader.blocks
+        )
 
     def _failed(self, reader: Reader, error: BlockTrainError) -> None:
         self._drop(reader)
-        if isinstance(error, StageRefused) and isinstance(reader, RemoteReader) and error.code != frames.Why.UNKNOWN_SESSION:
+        if (
+            isinstance(error, StageRefused)
+            and isinstance(reader, RemoteReader)
+            and error.code != frames.Why.UNKNOWN_SESSION
+        ):
             self._avoid[reader.line.name] = asyncio.get_running_loop().time() + AVOID_SECONDS
 
 

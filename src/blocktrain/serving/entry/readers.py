@@ -97,7 +97,12 @@ class RemoteReader:
     def read(self, window: bytes, first: int, epoch: int) -> Awaitable[Tensor]:
         """The features from `first` on; those that are already on their way are not asked for again."""
         early, self._early = self._early, None
-        if early is not None and early[1] == first and len(early[0]) < len(window) and window.startswith(early[0]):
+        if (
+            early is not None
+            and early[1] == first
+            and len(early[0]) < len(window)
+            and window.startswith(early[0])
+        ):
             return self._whole(early[2], self._send(window, len(early[0]), len(early[0]), epoch))
         return self._send(window, min(first, common(self._known, window)), first, epoch)
 
@@ -110,7 +115,9 @@ class RemoteReader:
         self._known = window
         width = facts.width if facts else 0
         self._tally.wire_bytes += sum(map(len, frames.encode(run, self._session, 0, [ids])))
-        self._tally.wire_bytes += RESULT_BYTES + len(self.blocks) * wanted * width * frames.ITEM[self._wire]
+        self._tally.wire_bytes += (
+            RESULT_BYTES + len(self.blocks) * wanted * width * frames.ITEM[self._wire]
+        )
         return future
 
     async def aclose(self) -> None:
@@ -136,7 +143,9 @@ class LocalReader:
         """The features from `first` on, computed while the others' are on their way."""
         start = min(first, common(self._known, window))
         self._known = window
-        return asyncio.ensure_future(self._thread.run(lambda: self._work(window[start:], start)[:, first - start :]))
+        return asyncio.ensure_future(
+            self._thread.run(lambda: self._work(window[start:], start)[:, first - start :])
+        )
 
     def _work(self, ids: bytes, start: int) -> Tensor:
         return local_features(self._holding, self._memory, self.blocks, ids, start)
@@ -145,13 +154,17 @@ class LocalReader:
         """Nothing to free but memory."""
 
 
-def local_features(holding: FanBlocks, memory: dict[int, Cache], blocks: tuple[int, ...], ids: bytes, start: int) -> Tensor:
+def local_features(
+    holding: FanBlocks, memory: dict[int, Cache], blocks: tuple[int, ...], ids: bytes, start: int
+) -> Tensor:
     """What blocks of this process make of ids from `start` on: (blocks, T, W)."""
     tokens = torch.tensor([list(ids)])
 
     def work(part: slice) -> Tensor:
         piece = tokens[:, part]
-        return holding.work([Part(memory, blocks, start + part.start, piece, wanted=piece.shape[1])])[0]
+        return holding.work(
+            [Part(memory, blocks, start + part.start, piece, wanted=piece.shape[1])]
+        )[0]
 
     return in_pieces(work, len(ids))
 

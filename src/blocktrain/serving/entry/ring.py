@@ -63,12 +63,22 @@ class RemoteWalk:
                 await self._ring.open(self._session, self._wire)
             found = await self._ring.run(self._session, run, ids, state)
         except (StageLost, StageRefused) as error:
-            raise AnswerFailed(f"a ring cannot go on without one of its stages ({error}); ask again when it is back") from None
+            raise AnswerFailed(
+                f"a ring cannot go on without one of its stages ({error}); ask again when it is back"
+            ) from None
         hops = len(self._ring.lines)
         size = frames.ITEM[self._wire]
-        width = state.shape[-1] if state is not None else self._ring.lines[0].facts.width if self._ring.lines[0].facts else 0
+        width = (
+            state.shape[-1]
+            if state is not None
+            else self._ring.lines[0].facts.width
+            if self._ring.lines[0].facts
+            else 0
+        )
         passed = hops if state is not None else hops - 1
-        self._tally.wire_bytes += hops * (frames.PREFIX.size + 16 + len(ids)) + passed * run.count * width * size
+        self._tally.wire_bytes += (
+            hops * (frames.PREFIX.size + 16 + len(ids)) + passed * run.count * width * size
+        )
         self._tally.wire_bytes += RESULT_BYTES + run.wanted * VOCABULARY * size
         return found[0]
 
@@ -85,14 +95,18 @@ class LocalEuler:
         self._home, self._table = home, target_table(home.config)
 
     async def __call__(self, ids: bytes, run: frames.Run, state: Tensor | None) -> Tensor:
-        return await self._home.thread.run(lambda: self._walk(torch.tensor([list(ids)]), state, run)[0, -run.wanted :])
+        return await self._home.thread.run(
+            lambda: self._walk(torch.tensor([list(ids)]), state, run)[0, -run.wanted :]
+        )
 
     def _walk(self, tokens: Tensor, state: Tensor | None, run: frames.Run) -> Tensor:
         if state is None:
             raise ValueError("a walk of the path begins with noise")
         z, logits = state[None], state
         for number, block in enumerate(self._home.blocks, 1):
-            logits, z = euler_hop(self._home.config, number, block, self._table, tokens, z, tail=run.tail)
+            logits, z = euler_hop(
+                self._home.config, number, block, self._table, tokens, z, tail=run.tail
+            )
         return logits
 
     async def aclose(self) -> None:
@@ -111,7 +125,9 @@ class LocalReference:
 
     def _read(self, tokens: Tensor, run: frames.Run) -> Tensor:
         self._cache.truncate(run.start)
-        found = in_pieces(lambda part: self._block.features(tokens[:, part], cache=self._cache), tokens.shape[1])
+        found = in_pieces(
+            lambda part: self._block.features(tokens[:, part], cache=self._cache), tokens.shape[1]
+        )
         return self._block(found[:, -run.wanted :])[0]
 
     async def aclose(self) -> None:
@@ -148,7 +164,9 @@ class RingSession:
         if self._home.reference:
             at = min(start, common(self._known, window))
             self._known = window
-            return await self._walk(window[at:], frames.Run(0, at, len(window) - at, len(window) - start), None)
+            return await self._walk(
+                window[at:], frames.Run(0, at, len(window) - at, len(window) - start), None
+            )
         same = common(self._known, window)
         more = window_noise(self._seed, window, self._home.config.z_width, same)
         self._known, self._noise = window, torch.cat([self._noise[:same], more])
@@ -156,7 +174,9 @@ class RingSession:
 
     async def denoise(self, ids: bytes, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
         """Logits (wanted, V) at the end of a walk that begins with this noise (T, Z)."""
-        return await self._walk(ids, frames.Run(0, 0, len(ids), wanted, tail), self._home.config.sigma_max * noise)
+        return await self._walk(
+            ids, frames.Run(0, 0, len(ids), wanted, tail), self._home.config.sigma_max * noise
+        )
 
     async def aclose(self) -> None:
         """Free the session everywhere."""
@@ -164,7 +184,9 @@ class RingSession:
             await self._walk.aclose()
 
 
-async def from_noise(session: RingSession, config: Config, answer: Answer, picker: Picker, sweeps: int) -> AsyncIterator[tuple[bytes, int]]:
+async def from_noise(
+    session: RingSession, config: Config, answer: Answer, picker: Picker, sweeps: int
+) -> AsyncIterator[tuple[bytes, int]]:
     """The paper's sweep, a tail's length at a time, as `compose.sweep_from_noise`: each chunk and how many walks it took."""
     table = target_table(config)
     seed = picker.sampler.seed

@@ -13,8 +13,12 @@ from blocktrain.protocol.frames import Why
 from blocktrain.serving.line.lines import Access, StageLine, StageLost, StageRefused
 
 QUEUE_MS = 2.0  # what a RUN that waits there counts for, beside a round trip
-WRONG = frozenset({Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL})  # somebody has to change something
-GHOST_SECONDS = 10.0  # unreachable for so long: nobody waits for it any more; its line still tries to come back
+WRONG = frozenset(
+    {Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL}
+)  # somebody has to change something
+GHOST_SECONDS = (
+    10.0  # unreachable for so long: nobody waits for it any more; its line still tries to come back
+)
 LOOK_SECONDS = 5.0  # between two looks where the stages are, if somebody has to be asked
 
 Find = Callable[[str], Awaitable[Sequence[str]]]
@@ -54,7 +58,11 @@ def chain(holders: Iterable[H], blocks: int) -> list[H]:
     found: list[H] = []
     following = 1
     while following <= blocks:
-        next_ = min((h for h in able if h.blocks[0] == following), key=lambda h: (-len(h.blocks), distance_ms(h)), default=None)
+        next_ = min(
+            (h for h in able if h.blocks[0] == following),
+            key=lambda h: (-len(h.blocks), distance_ms(h)),
+            default=None,
+        )
         if next_ is None or next_.blocks[-1] > blocks:
             return []
         found.append(next_)
@@ -114,7 +122,9 @@ class Route:
     async def _look(self, find: Find) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            with contextlib.suppress(BlockTrainError):  # lines stand also while nobody can be asked for new ones
+            with contextlib.suppress(
+                BlockTrainError
+            ):  # lines stand also while nobody can be asked for new ones
                 await self._follow(await find(self._access.model))
 
     async def _follow(self, found: Sequence[str]) -> None:
@@ -122,11 +132,15 @@ class Route:
         known, now = {line.name for line in self.lines}, asyncio.get_running_loop().time()
         for name in found:
             if name not in known:
-                with contextlib.suppress(ConfigError):  # no address: whoever told it may tell anything
+                with contextlib.suppress(
+                    ConfigError
+                ):  # no address: whoever told it may tell anything
                     self._add(name)
                     self.lines[-1].start()
         gone = [line for line in self.lines if line.name not in found and not line.alive]
-        for line in [line for line in gone if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS]:
+        for line in [
+            line for line in gone if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS
+        ]:
             self.lines.remove(line)
             await line.aclose()
 
@@ -141,7 +155,11 @@ class Route:
     def gone_for(self, block: int) -> float:
         """Seconds since the last holder of a block went; infinite if there never was one, or it is a ghost."""
         now = asyncio.get_running_loop().time()
-        gone = [now - self._since.get(line.name, -math.inf) for line in self.lines if block in line.blocks and not line.alive]
+        gone = [
+            now - self._since.get(line.name, -math.inf)
+            for line in self.lines
+            if block in line.blocks and not line.alive
+        ]
         seconds = min(gone, default=math.inf)
         return seconds if seconds < GHOST_SECONDS else math.inf
 
@@ -155,7 +173,9 @@ class Route:
         """Every stage as it is now."""
         names = ("name", "alive", "queue", "failures", "bytes_in", "bytes_out")
         return [
-            {n: getattr(line, n) for n in names} | {"blocks": list(line.blocks), "rtt_ms": round(line.rtt_ms, 3)} for line in self.lines
+            {n: getattr(line, n) for n in names}
+            | {"blocks": list(line.blocks), "rtt_ms": round(line.rtt_ms, 3)}
+            for line in self.lines
         ]
 
     def _changed(self, line: StageLine) -> None:

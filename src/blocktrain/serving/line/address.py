@@ -45,5 +45,7 @@ def read_key(path: Path) -> bytes:
     if os.name == "posix" and mode & 0o077:
         raise IdentityError(f"others can read the key file {path}; run `chmod 600 {path}`")
     if len(key) < LEAST_KEY:
-        raise IdentityError(f"{path} holds {len(key)} characters; put at least {LEAST_KEY} random ones there, the same on all hosts")
+        raise IdentityError(
+            f"{path} holds {len(key)} characters; put at least {LEAST_KEY} random ones there, the same on all hosts"
+        )
     return key

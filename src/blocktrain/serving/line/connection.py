@@ -81,14 +81,23 @@ class Connection(asyncio.BufferedProtocol):
         host, port = parse_address(listener.name)
         tls: dict[str, Any] = {}
         if access.tls is not None:
-            tls = {"ssl": access.tls, "server_hostname": host, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
+            tls = {
+                "ssl": access.tls,
+                "server_hostname": host,
+                "ssl_handshake_timeout": HANDSHAKE_SECONDS,
+            }
         welcomed = False
         try:
-            await asyncio.wait_for(asyncio.get_running_loop().create_connection(lambda: made, host, port, **tls), CONNECT_SECONDS)
+            await asyncio.wait_for(
+                asyncio.get_running_loop().create_connection(lambda: made, host, port, **tls),
+                CONNECT_SECONDS,
+            )
             await asyncio.wait_for(made._welcomed, HANDSHAKE_SECONDS)
             welcomed = True
         except ssl.SSLCertVerificationError as error:
-            raise StageRefused(Why.WRONG_KEY, f"{listener.name} is not vouched for by --ca: {error.verify_message}") from None
+            raise StageRefused(
+                Why.WRONG_KEY, f"{listener.name} is not vouched for by --ca: {error.verify_message}"
+            ) from None
         except (OSError, TimeoutError, ValueError) as error:  # the last: a name that cannot be one
             raise StageLost(f"cannot reach {listener.name}: {error}") from None
         finally:
@@ -145,10 +154,23 @@ class Connection(asyncio.BufferedProtocol):
         access, name = self._access, self._listener.name
         if isinstance(header, frames.Challenge) and not self._challenge:
             self._challenge, self._greeted = header.nonce, time.monotonic()
-            self.send(frames.encode(handshake.make_hello(access.key, header.nonce, self._nonce, access.role, access.fingerprint)))
+            self.send(
+                frames.encode(
+                    handshake.make_hello(
+                        access.key, header.nonce, self._nonce, access.role, access.fingerprint
+                    )
+                )
+            )
         elif isinstance(header, frames.Welcome) and self._challenge:
             try:
-                handshake.check_welcome(access.key, self._challenge, self._nonce, header, access.fingerprint, access.model)
+                handshake.check_welcome(
+                    access.key,
+                    self._challenge,
+                    self._nonce,
+                    header,
+                    access.fingerprint,
+                    access.model,
+                )
             except FrameError as error:
                 self.end(StageRefused(error.why, f"{name}: {error}"))
                 return
@@ -157,4 +179,8 @@ class Connection(asyncio.BufferedProtocol):
         elif isinstance(header, frames.Error):
             self.end(StageRefused(header.code, f"{name} refuses: {header.sentence}"))
         else:
-            self.end(StageLost(f"{name} does not speak this protocol; see whether it is a stage of this version"))
+            self.end(
+                StageLost(
+                    f"{name} does not speak this protocol; see whether it is a stage of this version"
+                )
+            )

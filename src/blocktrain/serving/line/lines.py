@@ -74,8 +74,12 @@ class StageLine:
         self.queue = 0  # RUNs that wait at the stage, as it last said
         self.failures = 0  # connections that were lost
         self.bytes_in = self.bytes_out = 0
-        self.on_change: Callable[[StageLine], None] | None = None  # told when it comes alive, and when it is lost
-        self.on_refusal: Callable[[int, frames.Error], None] | None = None  # told of those that concern no session of this end
+        self.on_change: Callable[[StageLine], None] | None = (
+            None  # told when it comes alive, and when it is lost
+        )
+        self.on_refusal: Callable[[int, frames.Error], None] | None = (
+            None  # told of those that concern no session of this end
+        )
         self._connection: Connection | None = None
         self._sessions: dict[int, _Session] = {}
         self._keeper: asyncio.Task[None] | None = None
@@ -91,7 +95,9 @@ class StageLine:
     def start(self) -> None:
         """Begin to connect, and keep doing so."""
         if self._keeper is None:
-            self._keeper = asyncio.get_running_loop().create_task(self._keep(), name=f"line to {self.name}")
+            self._keeper = asyncio.get_running_loop().create_task(
+                self._keep(), name=f"line to {self.name}"
+            )
 
     async def ready(self, seconds: float = 5.0) -> None:
         """Wait until it is alive; StageRefused if the stage said no, StageLost if there is none in time."""
@@ -104,7 +110,9 @@ class StageLine:
             try:
                 await asyncio.wait_for(self._tried.wait(), max(deadline - time.monotonic(), 0))
             except TimeoutError:
-                raise StageLost(f"no stage answers at {self.name}; start one there with: blocktrain stage RUN") from None
+                raise StageLost(
+                    f"no stage answers at {self.name}; start one there with: blocktrain stage RUN"
+                ) from None
 
     async def aclose(self) -> None:
         """Leave for good."""
@@ -121,7 +129,14 @@ class StageLine:
     # -- sessions
 
     async def open(
-        self, session: int, wire: Wire = "fp32", *, blocks: Sequence[int] = (), topology: Topology = "fan", next: str = "", most: int = 0
+        self,
+        session: int,
+        wire: Wire = "fp32",
+        *,
+        blocks: Sequence[int] = (),
+        topology: Topology = "fan",
+        next: str = "",
+        most: int = 0,
     ) -> None:
         """Open a session with these blocks (none: all) for `most` positions (0: the context).
 
@@ -132,12 +147,18 @@ class StageLine:
         if session in self._sessions:
             raise StageRefused(Why.DUPLICATED, SENTENCES[Why.DUPLICATED])
         width = facts.z_width if topology == "ring" and facts.kind == "blocks" else facts.width
-        asked = frames.Open(topology, wire, width, most or facts.context, next, tuple(sorted(blocks)))
+        asked = frames.Open(
+            topology, wire, width, most or facts.context, next, tuple(sorted(blocks))
+        )
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if topology == "ring":  # its last block answers, in state or in logits
-            self._sessions[session] = _Session(wire, asked.most, facts.blocks[-1:], (width, VOCABULARY), opened)
+            self._sessions[session] = _Session(
+                wire, asked.most, facts.blocks[-1:], (width, VOCABULARY), opened
+            )
         else:
-            self._sessions[session] = _Session(wire, asked.most, asked.blocks or facts.blocks, (width,), opened)
+            self._sessions[session] = _Session(
+                wire, asked.most, asked.blocks or facts.blocks, (width,), opened
+            )
         self._send(connection, frames.encode(asked, session))
         if topology == "ring":
             await opened
@@ -146,7 +167,9 @@ class StageLine:
         """Features (blocks, T, W) in float32 of the ids from `start` on. Several calls may be in flight."""
         return await self.submit(session, frames.Run(epoch, start, len(ids)), ids)
 
-    def submit(self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None) -> asyncio.Future[Tensor]:
+    def submit(
+        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+    ) -> asyncio.Future[Tensor]:
         """Send a RUN now; its answer comes in the future. `state` (T, width) is what a ring passes on."""
         return _submit([self], session, run, ids, state)
 
@@ -159,7 +182,9 @@ class StageLine:
         known.due[known.sequence] = _Due(run.epoch, run.wanted or run.count, future)
         return known.sequence
 
-    def forward(self, session: int, sequence: int, run: frames.Run, payload: Sequence[Buffer]) -> None:
+    def forward(
+        self, session: int, sequence: int, run: frames.Run, payload: Sequence[Buffer]
+    ) -> None:
         """Send a RUN; its answer goes where it is expected."""
         connection, _ = self._alive()
         self._send(connection, frames.encode(run, session, sequence, payload))
@@ -185,7 +210,9 @@ class StageLine:
     def _session(self, session: int) -> _Session:
         known = self._sessions.get(session)
         if known is None:
-            raise StageLost(f"the session is not open on {self.name}, or was lost with its connection")
+            raise StageLost(
+                f"the session is not open on {self.name}, or was lost with its connection"
+            )
         if known.refusal is not None:
             raise known.refusal
         return known
@@ -271,7 +298,9 @@ class StageLine:
         if known is None:  # a late answer to a session that was closed: read over it
             width = max(self.facts.width, self.facts.z_width, VOCABULARY)
             return min(4 * len(self.facts.blocks) * self.facts.context * width, MOST_ANSWER)
-        return min(len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER)
+        return min(
+            len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER
+        )
 
     def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """(By the connection.) Bytes are a sign of life, frames are answers."""
@@ -302,7 +331,9 @@ class StageLine:
 
     def _opened(self, connection: Connection, known: _Session, header: frames.Opened) -> None:
         if header.blocks != known.blocks or header.width not in known.widths:
-            connection.end(StageLost(f"{self.name} opens a session in another shape than was asked for"))
+            connection.end(
+                StageLost(f"{self.name} opens a session in another shape than was asked for")
+            )
             return
         known.widths = (header.width,)
         known.opened.set_result(None)
@@ -312,16 +343,23 @@ class StageLine:
         error = StageRefused(header.code, f"{self.name} refuses: {header.sentence}")
         known = self._sessions.get(session)
         if known is not None:
-            known.refusal = known.refusal or error  # the first says why; what was sent after it is only not known there
+            known.refusal = (
+                known.refusal or error
+            )  # the first says why; what was sent after it is only not known there
             known.fail(error)
         elif self.on_refusal:
             self.on_refusal(session, header)
         if header.code not in frames.SESSION_ONLY and self._connection is not None:
             self._connection.end(error)
 
-    def _answered(self, connection: Connection, known: _Session, frame: Frame, header: frames.Result) -> None:
+    def _answered(
+        self, connection: Connection, known: _Session, frame: Frame, header: frames.Result
+    ) -> None:
         for sequence in [s for s in known.due if s < frame.sequence]:
-            _fail(known.due.pop(sequence).future, StageRefused(Why.OLD_EPOCH, SENTENCES[Why.OLD_EPOCH]))
+            _fail(
+                known.due.pop(sequence).future,
+                StageRefused(Why.OLD_EPOCH, SENTENCES[Why.OLD_EPOCH]),
+            )
         due = known.due.pop(frame.sequence, None)
         if due is None or due.future.done():
             return
@@ -345,14 +383,21 @@ class Ring:
         """Open the session at every stage, and wait until all have."""
         followers = [*(line.name for line in self.lines[1:]), ""]
         await asyncio.gather(
-            *(line.open(session, wire, topology="ring", next=name, most=most) for line, name in zip(self.lines, followers, strict=True))
+            *(
+                line.open(session, wire, topology="ring", next=name, most=most)
+                for line, name in zip(self.lines, followers, strict=True)
+            )
         )
 
-    async def run(self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None) -> Tensor:
+    async def run(
+        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+    ) -> Tensor:
         """What the last stage makes of it: logits (1, T, V) in float32 of the positions wanted."""
         return await self.submit(session, run, ids, state)
 
-    def submit(self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None) -> asyncio.Future[Tensor]:
+    def submit(
+        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+    ) -> asyncio.Future[Tensor]:
         """The same as a future; a line of the ring that is lost, or refuses, ends it."""
         return _submit(self.lines, session, run, ids, state)
 
@@ -362,11 +407,15 @@ class Ring:
             await line.close(session)
 
 
-def _submit(lines: Sequence[StageLine], session: int, run: frames.Run, ids: bytes, state: Tensor | None) -> asyncio.Future[Tensor]:
+def _submit(
+    lines: Sequence[StageLine], session: int, run: frames.Run, ids: bytes, state: Tensor | None
+) -> asyncio.Future[Tensor]:
     """Send a RUN to the first line; the answer comes on the last, and trouble on any."""
     future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
     sequences = [line.expect(session, run, future) for line in lines]
-    payload: list[Buffer] = [ids] if state is None else [tensor_bytes(state, lines[0].wire_of(session)), ids]
+    payload: list[Buffer] = (
+        [ids] if state is None else [tensor_bytes(state, lines[0].wire_of(session)), ids]
+    )
     lines[0].forward(session, sequences[0], run, payload)
     if len(lines) > 1:
         waiting = list(zip(lines, sequences, strict=True))

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 SILENCE = 0.85  # seconds beyond a round trip after which a line that owes something is given up
 TICK = 0.25  # between PINGs while something is due
 IDLE_TICKS = 8  # and this many times as rarely otherwise
-SLOWEST = 1e6  # bytes per second that a line is given for what it has to send, before silence counts
+SLOWEST = (
+    1e6  # bytes per second that a line is given for what it has to send, before silence counts
+)
 SMOOTHING = 0.2
 
 

@@ -23,7 +23,9 @@ log = logging.getLogger("blocktrain.stage")
 class Compute:
     """`put` work from the event loop; `done` is called there with what is finished, failed, or no longer wanted."""
 
-    def __init__(self, holding: Holding, done: Callable[[list[Work]], None], threads: int = 1) -> None:
+    def __init__(
+        self, holding: Holding, done: Callable[[list[Work]], None], threads: int = 1
+    ) -> None:
         self._holding, self._done, self._threads = holding, done, threads
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._turns: deque[Session] = deque()  # sessions with work, in the order of their turns
@@ -92,7 +94,11 @@ class Compute:
             if not session.works:
                 continue
             work = session.works[0]
-            rows = min(work.run.count - work.read, PIECE) if self._holding.in_pieces else work.run.count
+            rows = (
+                min(work.run.count - work.read, PIECE)
+                if self._holding.in_pieces
+                else work.run.count
+            )
             if chosen and (rows > room or not self._holding.in_pieces):
                 self._turns.appendleft(session)
                 break
@@ -110,7 +116,9 @@ class Compute:
     def _compute(self, chosen: Sequence[tuple[Work, int]]) -> None:
         began = time.perf_counter()
         try:
-            for (work, rows), found in zip(chosen, self._holding.work([self._part(*c) for c in chosen]), strict=True):
+            for (work, rows), found in zip(
+                chosen, self._holding.work([self._part(*c) for c in chosen]), strict=True
+            ):
                 work.found.append(found)
                 work.read += rows
                 if work.read == work.run.count:
@@ -130,13 +138,25 @@ class Compute:
         session, run, width = work.session, work.run, self._holding.state_width
         if session.memory is None:
             session.memory = self._holding.fresh(session.blocks)
-        ids = torch.frombuffer(work.payload, dtype=torch.uint8, offset=len(work.payload) - run.count)
+        ids = torch.frombuffer(
+            work.payload, dtype=torch.uint8, offset=len(work.payload) - run.count
+        )
         own = slice(work.read, work.read + rows)
         state = None
         if width:
-            state = torch.frombuffer(work.payload, dtype=DTYPES[session.wire], count=run.count * width)
+            state = torch.frombuffer(
+                work.payload, dtype=DTYPES[session.wire], count=run.count * width
+            )
             state = state.view(1, run.count, width)[:, own].float()
         # Of the positions wanted, those in this piece; what is passed on is passed on whole.
         wanted = run.count if session.forwards or not run.wanted else run.wanted
         here = max(0, min(rows, work.read + rows - (run.count - wanted)))
-        return Part(session.memory, session.blocks, run.start + work.read, ids[own].long()[None], state, run.tail, here)
+        return Part(
+            session.memory,
+            session.blocks,
+            run.start + work.read,
+            ids[own].long()[None],
+            state,
+            run.tail,
+            here,
+        )

@@ -135,9 +135,14 @@ class Peer(asyncio.BufferedProtocol):
             return True
         if self._paused:
             return False
-        if self._began is not None and now > self._began + limits.frame_seconds + self._announced / limits.least_rate:
+        if (
+            self._began is not None
+            and now > self._began + limits.frame_seconds + self._announced / limits.least_rate
+        ):
             return True
-        return now > (self.heard + limits.silence_seconds if self._deadline is None else self._deadline)
+        return now > (
+            self.heard + limits.silence_seconds if self._deadline is None else self._deadline
+        )
 
     def send(self, buffers: list[Buffer]) -> None:
         """Write without waiting."""
@@ -220,7 +225,11 @@ class Peer(asyncio.BufferedProtocol):
     def opened(self, session: Session) -> None:
         """It is ready."""
         answering = session.blocks if session.topology == "fan" else session.blocks[-1:]
-        self.send(frames.encode(frames.Opened(answering, self.stage.holding.answer_width()), session.number))
+        self.send(
+            frames.encode(
+                frames.Opened(answering, self.stage.holding.answer_width()), session.number
+            )
+        )
 
     def _run(self, frame: Frame, run: frames.Run) -> None:
         session = self._session(frame.session)

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from blocktrain.errors import ConfigError
-from blocktrain.protocol.frames import ITEM, Buffer, FrameError, Kind, Open, Run, Topology, Why, Wire
+from blocktrain.protocol.frames import (
+    ITEM,
+    Buffer,
+    FrameError,
+    Kind,
+    Open,
+    Run,
+    Topology,
+    Why,
+    Wire,
+)
 from blocktrain.serving.line.address import parse_address
 
 if TYPE_CHECKING:
@@ -76,15 +86,26 @@ class Session:
             raise FrameError(Why.DUPLICATED, f"sequence {sequence} after {self.sequence}")
         if sequence != self.sequence + 1 and not gaps:
             raise FrameError(Why.OUT_OF_ORDER, f"sequence {sequence} after {self.sequence}")
-        if not 1 <= run.count <= self.most or run.start + run.count > self.most or len(payload) != run.count * self.item:
-            raise FrameError(Why.WRONG_SHAPE, f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} of {self.most}")
+        if (
+            not 1 <= run.count <= self.most
+            or run.start + run.count > self.most
+            or len(payload) != run.count * self.item
+        ):
+            raise FrameError(
+                Why.WRONG_SHAPE,
+                f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} of {self.most}",
+            )
         if run.wanted > run.count or run.tail > run.count or (run.tail and self.remembers):
-            raise FrameError(Why.WRONG_SHAPE, f"{run.wanted} wanted, a tail of {run.tail}, of {run.count}")
+            raise FrameError(
+                Why.WRONG_SHAPE, f"{run.wanted} wanted, a tail of {run.tail}, of {run.count}"
+            )
         self.sequence = sequence
         if run.epoch < self.epoch:
             return None
         if run.start > (self.known if self.remembers else 0):
-            raise FrameError(Why.WRONG_START, f"position {run.start} after {self.known if self.remembers else 0}")
+            raise FrameError(
+                Why.WRONG_START, f"position {run.start} after {self.known if self.remembers else 0}"
+            )
         if run.epoch > self.epoch:  # what waits and would be forgotten at once need not be computed
             for work in self.waiting:
                 work.dropped = work.dropped or work.run.start >= run.start
@@ -102,11 +123,16 @@ def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: f
     blocks = asked.blocks or facts.blocks
     if missing := [n for n in blocks if n not in facts.blocks]:
         raise FrameError(Why.NOT_HERE, f"block {missing[0]}")
-    if blocks != tuple(sorted(set(blocks))) or (asked.topology == "ring" and blocks != facts.blocks):
+    if blocks != tuple(sorted(set(blocks))) or (
+        asked.topology == "ring" and blocks != facts.blocks
+    ):
         raise FrameError(Why.WRONG_SHAPE, f"blocks {blocks} of {facts.blocks}")
     width = holding.pass_width if asked.topology == "ring" else facts.width
     if asked.width != width or not 1 <= asked.most <= facts.context:
-        raise FrameError(Why.WRONG_SHAPE, f"width {asked.width} and {asked.most} positions instead of {width} and up to {facts.context}")
+        raise FrameError(
+            Why.WRONG_SHAPE,
+            f"width {asked.width} and {asked.most} positions instead of {width} and up to {facts.context}",
+        )
     if asked.next:
         if holding.last:
             raise FrameError(Why.WRONG_SHAPE, "nothing comes after the last block")
@@ -115,7 +141,18 @@ def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: f
         except ConfigError as error:
             raise FrameError(Why.WRONG_SHAPE, str(error)) from None
     item = 1 + holding.state_width * ITEM[asked.wire]
-    return Session(number, owner, asked.topology, asked.wire, asked.most, blocks, item, holding.remembers, asked.next, now)
+    return Session(
+        number,
+        owner,
+        asked.topology,
+        asked.wire,
+        asked.most,
+        blocks,
+        item,
+        holding.remembers,
+        asked.next,
+        now,
+    )
 
 
 def most_payload(holding: Holding, kind: Kind) -> int:

@@ -35,7 +35,14 @@ class Guard:
 class Stage:
     """The server. `start` it inside a running loop; it serves until `aclose`."""
 
-    def __init__(self, holding: Holding, guard: Guard | None = None, limits: Limits | None = None, *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        holding: Holding,
+        guard: Guard | None = None,
+        limits: Limits | None = None,
+        *,
+        threads: int = 1,
+    ) -> None:
         self.holding, self.guard, self.limits = holding, guard or Guard(), limits or Limits()
         self.queue = 0  # RUNs that are not answered yet
         self.rings: dict[int, Session] = {}
@@ -48,7 +55,9 @@ class Stage:
         self._server: asyncio.Server | None = None
         self._checking: asyncio.Task[None] | None = None
         self._openings: set[asyncio.Task[None]] = set()
-        self._closings: set[asyncio.Task[None]] = set()  # of lines to followers that are not needed any more
+        self._closings: set[asyncio.Task[None]] = (
+            set()
+        )  # of lines to followers that are not needed any more
 
     # -- life
 
@@ -60,11 +69,15 @@ class Stage:
         if self.guard.tls is not None:
             tls = {"ssl": self.guard.tls, "ssl_handshake_timeout": self.limits.handshake_seconds}
         try:
-            self._server = await self.loop.create_server(lambda: Peer(self), host, port, backlog=BACKLOG, **tls)
+            self._server = await self.loop.create_server(
+                lambda: Peer(self), host, port, backlog=BACKLOG, **tls
+            )
         except OSError as error:
             self._compute.stop()
             reason = error.strerror or error
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another with --listen host:port") from None
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {reason}; choose another with --listen host:port"
+            ) from None
         name = self._server.sockets[0].getsockname()
         self.address = format_address(host, name[1])
         self._checking = self.loop.create_task(self._check())
@@ -99,7 +112,9 @@ class Stage:
             before = self.now() - self.limits.idle_seconds
             for session in [s for s in self._sessions if s.used < before and not s.waiting]:
                 self.end(session)
-            for line in [f for f in self._spare_followers() if not f.alive]:  # else it would be dialled for ever
+            for line in [
+                f for f in self._spare_followers() if not f.alive
+            ]:  # else it would be dialled for ever
                 self._let_go(line)
 
     @property
@@ -144,7 +159,9 @@ class Stage:
     def welcome(self, challenge: bytes, hello: bytes) -> frames.Welcome:
         """What this stage is, and the proof that it knows the key."""
         f = self.holding.facts
-        said = frames.Welcome(bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model)
+        said = frames.Welcome(
+            bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model
+        )
         return handshake.prove_welcome(self.guard.key, challenge, hello, said)
 
     # -- sessions
@@ -172,10 +189,18 @@ class Stage:
             if len(self._followers) >= self.limits.followers:
                 spare = self._spare_followers()
                 if not spare:
-                    raise FrameError(Why.NEXT_LOST, f"this stage already passes on to {self.limits.followers} others")
+                    raise FrameError(
+                        Why.NEXT_LOST,
+                        f"this stage already passes on to {self.limits.followers} others",
+                    )
                 self._let_go(spare[0])
             facts = self.holding.facts
-            line = StageLine(name, Access(facts.fingerprint, self.guard.key, facts.model, "stage", self.guard.next_tls))
+            line = StageLine(
+                name,
+                Access(
+                    facts.fingerprint, self.guard.key, facts.model, "stage", self.guard.next_tls
+                ),
+            )
             line.on_change = self._follower_changed
             line.on_refusal = self._follower_refused
             self._followers[name] = line
@@ -256,10 +281,14 @@ class Stage:
         if session.next:
             ids = memoryview(work.payload)[len(work.payload) - run.count :]
             try:
-                self._followers[session.next].forward(session.number, work.sequence, run, [result, ids])
+                self._followers[session.next].forward(
+                    session.number, work.sequence, run, [result, ids]
+                )
             except BlockTrainError as error:
                 self._end_with(session, FrameError(Why.NEXT_LOST, str(error)))
             return
         first = run.start + run.count - work.count
-        said = frames.Result(run.epoch, first, work.count, self.queue, min(int(1e6 * work.seconds), 2**32 - 1))
+        said = frames.Result(
+            run.epoch, first, work.count, self.queue, min(int(1e6 * work.seconds), 2**32 - 1)
+        )
         session.owner.send(frames.encode(said, session.number, work.sequence, [result]))

@@ -35,7 +35,11 @@ ENOUGH_TO_TIME = 1 << 18  # bytes
 SOON = 7  # days
 AS_PRINTED = "use the address of the join command that the coordinator printed"
 ANOTHER_FOLDER = "name another folder with --cache (or BLOCKTRAIN_CACHE)"
-_NOT_VALID_YET, _EXPIRED, _WRONG_HOST = 9, 10, (62, 64)  # OpenSSL's numbers of what is wrong with a certificate
+_NOT_VALID_YET, _EXPIRED, _WRONG_HOST = (
+    9,
+    10,
+    (62, 64),
+)  # OpenSSL's numbers of what is wrong with a certificate
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,15 @@ class Place:
         except ValueError:
             found, port = urlsplit(""), None
         if found.scheme not in ("http", "https") or not found.hostname:
-            raise ConfigError(f"{url!r} is not the address of a coordinator; it looks like http://host:port")
-        return cls(found.scheme, found.hostname, port or (443 if found.scheme == "https" else 80), found.path.rstrip("/"))
+            raise ConfigError(
+                f"{url!r} is not the address of a coordinator; it looks like http://host:port"
+            )
+        return cls(
+            found.scheme,
+            found.hostname,
+            port or (443 if found.scheme == "https" else 80),
+            found.path.rstrip("/"),
+        )
 
     @property
     def near(self) -> bool:
@@ -123,18 +134,35 @@ def from_error(name: str, error: BlockTrainError) -> Check:
 
 def judge_unended(name: str) -> Check:
     """A check for which there was not enough time."""
-    if name in ("corpus", "data", "speed"):  # much work for a busy machine, and no reason not to join
+    if name in (
+        "corpus",
+        "data",
+        "speed",
+    ):  # much work for a busy machine, and no reason not to join
         return Check(
-            name, "warning", "has not ended in time: not judged", "end what keeps this machine busy and ask again; a worker can join"
+            name,
+            "warning",
+            "has not ended in time: not judged",
+            "end what keeps this machine busy and ask again; a worker can join",
         )
-    return Check(name, "failed", "has not ended in time", "what it looks at hangs or is too slow: look there first, then ask again")
+    return Check(
+        name,
+        "failed",
+        "has not ended in time",
+        "what it looks at hangs or is too slow: look there first, then ask again",
+    )
 
 
 def judge_python(version: tuple[int, int, int]) -> Check:
     """The interpreter."""
     found = ".".join(map(str, version))
     if version[:2] < PYTHON:
-        return Check("python", "failed", found, f"install Python {'.'.join(map(str, PYTHON))} or newer and blocktrain in it")
+        return Check(
+            "python",
+            "failed",
+            found,
+            f"install Python {'.'.join(map(str, PYTHON))} or newer and blocktrain in it",
+        )
     return Check("python", "ok", found)
 
 
@@ -142,7 +170,12 @@ def judge_torch(version: str) -> Check:
     """A torch that could be imported."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if not TORCH <= numbers < (3, 0):
-        return Check("torch", "failed", version, "install a torch from 2.6 on and below 3; the README says which one for which machine")
+        return Check(
+            "torch",
+            "failed",
+            version,
+            "install a torch from 2.6 on and below 3; the README says which one for which machine",
+        )
     return Check("torch", "ok", version)
 
 
@@ -155,9 +188,16 @@ def judge_memory(allowed: int, free: int, needed: dict[str, int], *, asked: bool
     found += f"; training {name} takes about {amount(most)}"
     if allowed < most:
         more = "allow more with --memory" if asked else "use a machine with more memory"
-        return Check("memory", "failed", found, f"{more}, or join a run with smaller blocks (width, context, batch, layers_per_block)")
+        return Check(
+            "memory",
+            "failed",
+            found,
+            f"{more}, or join a run with smaller blocks (width, context, batch, layers_per_block)",
+        )
     if free < most:
-        return Check("memory", "warning", found, "end other programs: training would be slow or be killed")
+        return Check(
+            "memory", "warning", found, "end other programs: training would be slow or be killed"
+        )
     return Check("memory", "ok", found)
 
 
@@ -166,9 +206,19 @@ def judge_disk(folder: Path, free: int, needed: int) -> Check:
     wants = f"; this run needs about {amount(needed)} there" if needed else ""
     found = f"{amount(free)} free for {folder}{wants}"
     if free < needed:
-        return Check("disk", "failed", found, f"free {amount(needed - free)} on that disk, or {ANOTHER_FOLDER}")
+        return Check(
+            "disk",
+            "failed",
+            found,
+            f"free {amount(needed - free)} on that disk, or {ANOTHER_FOLDER}",
+        )
     if not needed and free < LITTLE_SPACE:
-        return Check("disk", "warning", found, f"a corpus and a block may need more: free some, or {ANOTHER_FOLDER}")
+        return Check(
+            "disk",
+            "warning",
+            found,
+            f"a corpus and a block may need more: free some, or {ANOTHER_FOLDER}",
+        )
     return Check("disk", "ok", found)
 
 
@@ -176,7 +226,12 @@ def judge_unwritable(folder: Path, error: OSError) -> Check:
     """A folder that a file could not be written into."""
     found = f"cannot write into {folder}: {error.strerror or error}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return Check("disk", "failed", found, f"{'free space on that disk' if full else 'make it writable'}, or {ANOTHER_FOLDER}")
+    return Check(
+        "disk",
+        "failed",
+        found,
+        f"{'free space on that disk' if full else 'make it writable'}, or {ANOTHER_FOLDER}",
+    )
 
 
 def judge_unknown_host(place: Place, error: OSError) -> Check:
@@ -210,7 +265,12 @@ def judge_certificate(place: Place, certificate: dict[str, Any], version: str, n
     until = datetime.fromtimestamp(ends, UTC).date()
     found = f"{version}, the certificate of {place.host} is trusted until {until}"
     if ends - now < SOON * 86400:
-        return Check("tls", "warning", found, "renew the coordinator's certificate and start it again with --tls")
+        return Check(
+            "tls",
+            "warning",
+            found,
+            "renew the coordinator's certificate and start it again with --tls",
+        )
     return Check("tls", "ok", found)
 
 
@@ -220,7 +280,10 @@ def judge_tls_error(place: Place, error: Exception, ca: Path | None) -> Check:
         return _untrusted(place, error, ca)
     if isinstance(error, ssl.SSLError | TimeoutError | ConnectionError | EOFError):
         return Check(
-            "tls", "failed", f"port {place.port} does not speak TLS", f"use {place.url('http')}, or start the coordinator with --tls"
+            "tls",
+            "failed",
+            f"port {place.port} does not speak TLS",
+            f"use {place.url('http')}, or start the coordinator with --tls",
         )
     return Check("tls", "failed", str(error), AS_PRINTED)
 
@@ -242,31 +305,61 @@ def _untrusted(place: Place, error: ssl.SSLCertVerificationError, ca: Path | Non
 
 def judge_tls_missing(place: Place) -> Check:
     """http, where the other side speaks TLS."""
-    return Check("tls", "failed", f"port {place.port} speaks TLS, and the address says http", f"use {place.url('https')}")
+    return Check(
+        "tls",
+        "failed",
+        f"port {place.port} speaks TLS, and the address says http",
+        f"use {place.url('https')}",
+    )
 
 
 def judge_plain(place: Place, *, secret: bool, near: bool) -> Check:
     """http, and so does the other side."""
     if secret and not near:
-        return Check("tls", "warning", "not used: the token can be read on its way", "start the coordinator with --tls, or use a VPN")
+        return Check(
+            "tls",
+            "warning",
+            "not used: the token can be read on its way",
+            "start the coordinator with --tls, or use a VPN",
+        )
     return Check("tls", "ok", f"not used, {place.url()} is plain http")
 
 
 def judge_health(place: Place, answer: Answer) -> Check:
     """The answer to GET /healthz."""
     value = answer.value
-    if answer.status == 200 and isinstance(value, dict) and value.get("ok") is True and "ready" in value:
+    if (
+        answer.status == 200
+        and isinstance(value, dict)
+        and value.get("ok") is True
+        and "ready" in value
+    ):
         if value.get("finished"):
             fix = "a worker would leave at once: fetch the model with `blocktrain pull`, or start another run"
             return Check("coordinator", "warning", "its run is finished", fix)
         if not value["ready"]:
-            return Check("coordinator", "warning", "it is still preparing the run", "ask again in a minute; workers wait by themselves")
+            return Check(
+                "coordinator",
+                "warning",
+                "it is still preparing the run",
+                "ask again in a minute; workers wait by themselves",
+            )
         return Check("coordinator", "ok", f"answers on {place.url()}")
     if "location" in answer.headers:
-        return Check("coordinator", "failed", f"{place.url()} answers with another address", f"try {answer.headers['location'][:200]}")
+        return Check(
+            "coordinator",
+            "failed",
+            f"{place.url()} answers with another address",
+            f"try {answer.headers['location'][:200]}",
+        )
     if answer.status in (502, 503, 504):
         found = f"a server before it answers {answer.status}"
-        return Check("coordinator", "failed", found, "start the coordinator behind that server, and check where the server sends to")
+        return Check(
+            "coordinator",
+            "failed",
+            found,
+            "start the coordinator behind that server, and check where the server sends to",
+        )
     who = re.sub(r"[^ -~]", "?", answer.headers.get("server", ""))[:60]
     return judge_stranger(place, f"HTTP {answer.status}{', ' if who else ''}{who}")
 
@@ -281,7 +374,10 @@ def judge_silent(place: Place, seconds: float) -> Check:
     """A connection, and then nothing."""
     found = f"port {place.port} takes connections, but has not answered within {seconds:.0f} s"
     return Check(
-        "coordinator", "failed", found, f"{AS_PRINTED}; if it is the right one, look at that machine: it may be overloaded or hang"
+        "coordinator",
+        "failed",
+        found,
+        f"{AS_PRINTED}; if it is the right one, look at that machine: it may be overloaded or hang",
     )
 
 
@@ -290,11 +386,18 @@ def judge_token(answer: Answer, *, given: bool) -> Check:
     if answer.status == 200:
         return Check("token", "ok", "accepted" if given else "none is needed")
     if answer.code is Code.BAD_TOKEN:
-        found = "the coordinator does not know this token" if given else "the coordinator wants a token"
+        found = (
+            "the coordinator does not know this token" if given else "the coordinator wants a token"
+        )
         fix = "give --token SECRET (or BLOCKTRAIN_TOKEN) exactly as in the join command that the coordinator printed"
         return Check("token", "failed", found, fix)
     if answer.code is Code.BUSY:
-        return Check("token", "warning", "accepted, but there is no run yet", "ask again in a minute: the run is being prepared")
+        return Check(
+            "token",
+            "warning",
+            "accepted, but there is no run yet",
+            "ask again in a minute: the run is being prepared",
+        )
     said = answer.code or f"HTTP {answer.status}"
     fix = "install the coordinator's version of blocktrain here, and check that nothing in between changes requests"
     return Check("token", "failed", f"GET /v1/run was answered with {said}", fix)
@@ -303,12 +406,27 @@ def judge_token(answer: Answer, *, given: bool) -> Check:
 def judge_protocol(number: object) -> Check:
     """The number in a manifest, also in one that cannot be read otherwise."""
     if not isinstance(number, int):
-        return Check("protocol", "failed", "the run's manifest has no protocol number", f"another service answers there: {AS_PRINTED}")
+        return Check(
+            "protocol",
+            "failed",
+            "the run's manifest has no protocol number",
+            f"another service answers there: {AS_PRINTED}",
+        )
     found = f"the coordinator speaks protocol {number}, this version {PROTOCOL}"
     if number < PROTOCOL:
-        return Check("protocol", "failed", found, "update blocktrain on the coordinator's machine, or install its older version here")
+        return Check(
+            "protocol",
+            "failed",
+            found,
+            "update blocktrain on the coordinator's machine, or install its older version here",
+        )
     if number > PROTOCOL:
-        return Check("protocol", "failed", found, "update blocktrain on this machine to the coordinator's version")
+        return Check(
+            "protocol",
+            "failed",
+            found,
+            "update blocktrain on this machine to the coordinator's version",
+        )
     return Check("protocol", "ok", f"{number}, on both sides")
 
 
@@ -326,8 +444,12 @@ def clock_skew(answer: Answer, issued: int | None) -> float | None:
 def judge_clock(skew: float, uncertain: float) -> Check:
     """How far this clock is from the coordinator's."""
     if abs(skew) <= CLOCK_WARNS:
-        return Check("clock", "ok", f"{abs(skew):.1f} s from the coordinator's (to within {uncertain:.2g} s)")
-    found = f"this clock is {_span(abs(skew))} {'behind' if skew > 0 else 'ahead of'} the coordinator's"
+        return Check(
+            "clock", "ok", f"{abs(skew):.1f} s from the coordinator's (to within {uncertain:.2g} s)"
+        )
+    found = (
+        f"this clock is {_span(abs(skew))} {'behind' if skew > 0 else 'ahead of'} the coordinator's"
+    )
     fix = (
         "set the clock that is wrong (Linux: `sudo timedatectl set-ntp true`): certificates and signed manifests expire by it, "
         "and the times in logs and in the ledger would not fit together"
@@ -339,24 +461,45 @@ def judge_round_trip(times: list[float]) -> Check:
     """How long small calls take on an open connection."""
     found = f"{median(times) * 1000:.1f} ms (median of {len(times)})"
     if median(times) > SLOW_ANSWER:
-        return Check("round_trip", "warning", found, "the line or the coordinator is overloaded: tasks begin and end late")
+        return Check(
+            "round_trip",
+            "warning",
+            found,
+            "the line or the coordinator is overloaded: tasks begin and end late",
+        )
     return Check("round_trip", "ok", found)
 
 
 def judge_download(received: int, seconds: float, corpus: int) -> Check:
     """How fast bytes come, and how long the corpus takes."""
     if received < ENOUGH_TO_TIME and seconds < 1:
-        return Check("download", "ok", f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate")
+        return Check(
+            "download",
+            "ok",
+            f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate",
+        )
     rate = received / max(seconds, 1e-9)
     found = f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
     if rate < SLOWEST_LINE:
-        return Check("download", "failed", found, f"use a faster line: below {amount(SLOWEST_LINE)}/s the coordinator hangs up")
+        return Check(
+            "download",
+            "failed",
+            found,
+            f"use a faster line: below {amount(SLOWEST_LINE)}/s the coordinator hangs up",
+        )
     if corpus / rate > LONG_FETCH:
-        return Check("download", "warning", found, "only the first start takes that long: afterwards the corpus is in the cache")
+        return Check(
+            "download",
+            "warning",
+            found,
+            "only the first start takes that long: afterwards the corpus is in the cache",
+        )
     return Check("download", "ok", found)
 
 
-def judge_speed(step: float, task_seconds: float, task_steps: int | None, round_seconds: float) -> Check:
+def judge_speed(
+    step: float, task_seconds: float, task_steps: int | None, round_seconds: float
+) -> Check:
     """What a step of `step` seconds makes of a task; 0 seconds: not known."""
     found = f"{step * 1000:.3g} ms a step of block 1"
     if not task_seconds and task_steps is None:

@@ -73,9 +73,15 @@ class _Exam:
         run = [self.token, self.protocol, self.fingerprint, self.signature]
         moving = [self.clock, self.round_trip, self.download, self.upload]
         there = [*line, *run, *moving] if self.patient.url else []
-        text = [*([self.corpus] if self.patient.url else []), *([self.data] if self.patient.data else [])]
+        text = [
+            *([self.corpus] if self.patient.url else []),
+            *([self.data] if self.patient.data else []),
+        ]
         last = [self.speed] if self.patient.url else []
-        return {check.__name__: check for check in [*first, *there, self.memory, self.disk, *text, *last]}
+        return {
+            check.__name__: check
+            for check in [*first, *there, self.memory, self.disk, *text, *last]
+        }
 
     def run(self, done: Queue[Check]) -> None:
         """All checks, one after another."""
@@ -87,9 +93,21 @@ class _Exam:
             except BlockTrainError as error:
                 found = diagnosis.from_error(name, error)
             except httpx2.HTTPError as error:
-                found = Check(name, "failed", f"the line broke ({str(error) or type(error).__name__})", "try again; the line is not stable")
-            except Exception as error:  # whatever is wrong with this machine: the other checks go on
-                found = Check(name, "failed", f"{type(error).__name__}: {error}"[:300], "this is what a worker would meet, too")
+                found = Check(
+                    name,
+                    "failed",
+                    f"the line broke ({str(error) or type(error).__name__})",
+                    "try again; the line is not stable",
+                )
+            except (
+                Exception
+            ) as error:  # whatever is wrong with this machine: the other checks go on
+                found = Check(
+                    name,
+                    "failed",
+                    f"{type(error).__name__}: {error}"[:300],
+                    "this is what a worker would meet, too",
+                )
             self.done[name] = found
             done.put(found)
         if self.line is not None:
@@ -127,7 +145,12 @@ class _Exam:
             import torch
         except Exception as error:  # a torch that does not fit the machine fails in many ways
             fix = "install torch again; the README says which one for which machine"
-            return Check("torch", "failed", f"cannot be imported ({type(error).__name__}: {error})"[:300], fix)
+            return Check(
+                "torch",
+                "failed",
+                f"cannot be imported ({type(error).__name__}: {error})"[:300],
+                fix,
+            )
         return diagnosis.judge_torch(torch.__version__)
 
     def device(self) -> Check:
@@ -136,8 +159,15 @@ class _Exam:
         try:
             self.place, what = probes.find_device(self.patient.device)
         except RuntimeError as error:
-            found = f"--device {self.patient.device} cannot compute ({str(error).splitlines()[0]})"[:300]
-            return Check("device", "failed", found, "use --device cpu, or install a torch made for this device")
+            found = f"--device {self.patient.device} cannot compute ({str(error).splitlines()[0]})"[
+                :300
+            ]
+            return Check(
+                "device",
+                "failed",
+                found,
+                "use --device cpu, or install a torch made for this device",
+            )
         return Check("device", "ok", f"{self.place} ({what})")
 
     def memory(self) -> Check:
@@ -153,7 +183,9 @@ class _Exam:
                 needed["the fusion block"] = footprint(self.config, self.config.blocks)
         has, free = probes.memory_of(self.place)
         asked = self.patient.memory
-        return diagnosis.judge_memory(parse_bytes(asked) if asked else has, free, needed, asked=bool(asked))
+        return diagnosis.judge_memory(
+            parse_bytes(asked) if asked else has, free, needed, asked=bool(asked)
+        )
 
     def disk(self) -> Check:
         """The cache can be written, and holds what the run needs."""
@@ -166,8 +198,14 @@ class _Exam:
         if self.manifest is not None:
             weights = [block.weights.length for block in self.manifest.blocks]
             corpus = (self.manifest.corpus.train, self.manifest.corpus.valid)
-            cached = self.done["torch"].good and len(probes.cached_corpus(folder, self.manifest.corpus)) == len(corpus)
-            needed = sum(weights) + KEPT * max(weights) + (0 if cached else sum(blob.length for blob in corpus))
+            cached = self.done["torch"].good and len(
+                probes.cached_corpus(folder, self.manifest.corpus)
+            ) == len(corpus)
+            needed = (
+                sum(weights)
+                + KEPT * max(weights)
+                + (0 if cached else sum(blob.length for blob in corpus))
+            )
         return diagnosis.judge_disk(folder, free, needed)
 
     # The line
@@ -177,12 +215,21 @@ class _Exam:
         place = Place.parse(self.patient.url)
         self.line = probes.Line(place, self.patient.token, self.patient.ca)
         if self.line.proxy:
-            return Check("address", "ok", f"{place.host} port {place.port}, by the proxy that the environment names")
+            return Check(
+                "address",
+                "ok",
+                f"{place.host} port {place.port}, by the proxy that the environment names",
+            )
         try:
             found = self.line.addresses()
         except OSError as error:
             return diagnosis.judge_unknown_host(place, error)
-        return Check("address", "ok", f"{place.host} port {place.port}" + (f" is {', '.join(found)}" if found != [place.host] else ""))
+        return Check(
+            "address",
+            "ok",
+            f"{place.host} port {place.port}"
+            + (f" is {', '.join(found)}" if found != [place.host] else ""),
+        )
 
     def port(self) -> Check:
         """Somebody takes connections."""
@@ -209,7 +256,10 @@ class _Exam:
             self.health = line.get("/healthz")
         except httpx2.HTTPError as error:
             self.health = error
-        bad = not isinstance(self.health, Answer) or not diagnosis.judge_health(place, self.health).good
+        bad = (
+            not isinstance(self.health, Answer)
+            or not diagnosis.judge_health(place, self.health).good
+        )
         if bad and not line.proxy and line.speaks_tls():
             return diagnosis.judge_tls_missing(place)
         return diagnosis.judge_plain(place, secret=bool(self.patient.token), near=place.near)
@@ -225,9 +275,13 @@ class _Exam:
             return diagnosis.judge_silent(line.place, probes.PATIENCE)
         except httpx2.ProxyError as error:
             fix = "set HTTP_PROXY, HTTPS_PROXY and NO_PROXY so that it can be reached"
-            return Check("coordinator", "failed", f"the proxy does not let this through ({error})", fix)
+            return Check(
+                "coordinator", "failed", f"the proxy does not let this through ({error})", fix
+            )
         except httpx2.HTTPError as error:
-            return diagnosis.judge_stranger(line.place, f"not HTTP: {str(error) or type(error).__name__}")
+            return diagnosis.judge_stranger(
+                line.place, f"not HTTP: {str(error) or type(error).__name__}"
+            )
         self.health = found
         return diagnosis.judge_health(line.place, found)
 
@@ -249,7 +303,12 @@ class _Exam:
             self.manifest = read(Manifest, self.answer.body, MAX_REPLY)
         except Refused as error:
             if found.good:
-                return Check("protocol", "failed", f"the run's manifest cannot be read ({error.detail})"[:300], _INSTALL)
+                return Check(
+                    "protocol",
+                    "failed",
+                    f"the run's manifest cannot be read ({error.detail})"[:300],
+                    _INSTALL,
+                )
         return found
 
     def fingerprint(self) -> Check:
@@ -258,7 +317,12 @@ class _Exam:
         try:
             config = make_config(dict(manifest.config))
         except ConfigError as error:
-            return Check("fingerprint", "failed", f"this version cannot read the run's settings ({error})"[:300], _INSTALL)
+            return Check(
+                "fingerprint",
+                "failed",
+                f"this version cannot read the run's settings ({error})"[:300],
+                _INSTALL,
+            )
         if config.fingerprint != manifest.fingerprint:
             found = f"the run's settings mean something else here ({config.fingerprint[:12]}, not {manifest.fingerprint[:12]})"
             return Check("fingerprint", "failed", found, _INSTALL)
@@ -274,12 +338,23 @@ class _Exam:
             verify(manifest, manifest.coordinator)
         except Refused:
             fix = "something in between changes answers: connect to the coordinator itself, by https if it can be"
-            return Check("signature", "failed", "the manifest was not signed by the key that it names", fix)
+            return Check(
+                "signature", "failed", "the manifest was not signed by the key that it names", fix
+            )
         known = self.patient.cache / "runs" / manifest.run / "coordinator.key"
         if known.exists() and known.read_text(encoding="ascii") != manifest.coordinator:
             found = f"this is not the coordinator that the run began with: {known} has another key"
-            return Check("signature", "failed", found, "ask its operator; if the change is right, delete that file")
-        return Check("signature", "ok", f"by the key {manifest.coordinator[:12]}" + (", known here" if known.exists() else ""))
+            return Check(
+                "signature",
+                "failed",
+                found,
+                "ask its operator; if the change is right, delete that file",
+            )
+        return Check(
+            "signature",
+            "ok",
+            f"by the key {manifest.coordinator[:12]}" + (", known here" if known.exists() else ""),
+        )
 
     def clock(self) -> Check:
         """Not far from the coordinator's."""
@@ -298,8 +373,12 @@ class _Exam:
     def download(self) -> Check:
         """How fast large ones are."""
         corpus = self._manifest().corpus
-        received, seconds = self._line("coordinator").download(corpus.train.sha256, corpus.train.length)
-        return diagnosis.judge_download(received, seconds, corpus.train.length + corpus.valid.length)
+        received, seconds = self._line("coordinator").download(
+            corpus.train.sha256, corpus.train.length
+        )
+        return diagnosis.judge_download(
+            received, seconds, corpus.train.length + corpus.valid.length
+        )
 
     def upload(self) -> Check:
         """Not measured."""
@@ -313,9 +392,16 @@ class _Exam:
         self._after("torch")
         copies = probes.cached_corpus(self.patient.cache, corpus)
         what = f"{corpus.name}, {amount(corpus.train.length + corpus.valid.length)}"
-        if damaged := [str(path) for path, wanted in copies.items() if probes.hash_of_file(path) != wanted]:
+        if damaged := [
+            str(path) for path, wanted in copies.items() if probes.hash_of_file(path) != wanted
+        ]:
             found = f"{what}: the copy in the cache is damaged, {' and '.join(damaged)} has another hash than the run's"
-            return Check("corpus", "failed", found, f"delete {' and '.join(damaged)}; the worker then fetches it again")
+            return Check(
+                "corpus",
+                "failed",
+                found,
+                f"delete {' and '.join(damaged)}; the worker then fetches it again",
+            )
         if len(copies) < 2:
             return Check("corpus", "ok", f"{what}: a worker fetches it when it first joins")
         return Check("corpus", "ok", f"{what}: the copy in the cache has the run's hash")
@@ -327,9 +413,16 @@ class _Exam:
         manifest = self._manifest()
         self._after("torch")
         run = manifest.corpus
-        if probes.corpus_hashes(self.patient.data, self.patient.data_folder, self.patient.cache) != (run.train.sha256, run.valid.sha256):
+        if probes.corpus_hashes(
+            self.patient.data, self.patient.data_folder, self.patient.cache
+        ) != (run.train.sha256, run.valid.sha256):
             fix = f"nothing, if the run's own is meant: workers get it from there; else start a coordinator with --data {self.patient.data}"
-            return Check("data", "failed", f"{self.patient.data} is not the corpus of the run ({run.name}): it has another hash", fix)
+            return Check(
+                "data",
+                "failed",
+                f"{self.patient.data} is not the corpus of the run ({run.name}): it has another hash",
+                fix,
+            )
         return Check("data", "ok", f"{self.patient.data} is the corpus of the run")
 
     def speed(self) -> Check:
@@ -342,7 +435,11 @@ class _Exam:
             status = read(Status, self._line().get("/v1/status").body, MAX_REPLY)
         except (Refused, httpx2.HTTPError):
             return diagnosis.judge_speed(step, 0.0, None, 0.0)
-        lasts = [block.round.open_seconds + block.round.deadline_seconds for block in status.blocks if block.round and block.block == 1]
+        lasts = [
+            block.round.open_seconds + block.round.deadline_seconds
+            for block in status.blocks
+            if block.round and block.block == 1
+        ]
         return diagnosis.judge_speed(step, status.task_seconds, status.task_steps, sum(lasts))
 
 
@@ -357,7 +454,9 @@ def examine(patient: Patient) -> Iterator[Check]:
             yield done.get(timeout=max(0.0, end - time.monotonic()))
         except Empty:
             yield diagnosis.judge_unended(name)
-            yield from (Check(left, "skipped", f"`{name}` took all the time") for left in names[index + 1 :])
+            yield from (
+                Check(left, "skipped", f"`{name}` took all the time") for left in names[index + 1 :]
+            )
             return
         if name == "torch":
             end = time.monotonic() + LIMIT
@@ -365,7 +464,9 @@ def examine(patient: Patient) -> Iterator[Check]:
 
 def show(patient: Patient, *, as_json: bool) -> bool:
     """Print every check as it is done, or all as JSON; whether none failed."""
-    out = Console(file=sys.stdout, soft_wrap=True, highlight=False)  # now: what waits takes sys.stdout over
+    out = Console(
+        file=sys.stdout, soft_wrap=True, highlight=False
+    )  # now: what waits takes sys.stdout over
     names, checks = [*_Exam(patient).checks(), "done"], list[Check]()
     with console.status(f"examining: {names[0]}") as waiting:
         for check in examine(patient):
@@ -382,5 +483,7 @@ def show(patient: Patient, *, as_json: bool) -> bool:
 
 
 def _lines(check: Check) -> Text:
-    said = Text.assemble((f"{check.state:<8}", _COLOURS[check.state]), f" {check.name:<12} {check.found}")
+    said = Text.assemble(
+        (f"{check.state:<8}", _COLOURS[check.state]), f" {check.name:<12} {check.found}"
+    )
     return said.append(f"\n{'':<22}{check.fix}") if check.fix else said

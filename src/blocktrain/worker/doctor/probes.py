@@ -39,9 +39,18 @@ class Line:
     def __init__(self, place: Place, token: str, ca: Path | None) -> None:
         self.place = place
         self._trust = _trust(ca)
-        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
+        headers = {
+            "Accept-Encoding": "identity",
+            **({"Authorization": f"Bearer {token}"} if token else {}),
+        }
         limits = httpx2.Limits(keepalive_expiry=20.0)
-        self._http = httpx2.Client(base_url=place.url(), headers=headers, timeout=PATIENCE, verify=self._trust, limits=limits)
+        self._http = httpx2.Client(
+            base_url=place.url(),
+            headers=headers,
+            timeout=PATIENCE,
+            verify=self._trust,
+            limits=limits,
+        )
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -64,7 +73,10 @@ class Line:
 
     def handshake(self) -> tuple[dict[str, Any], str]:
         """TLS as a worker asks for it; the certificate and the version."""
-        with self._open() as plain, self._trust.wrap_socket(plain, server_hostname=self.place.host) as secure:
+        with (
+            self._open() as plain,
+            self._trust.wrap_socket(plain, server_hostname=self.place.host) as secure,
+        ):
             return dict(secure.getpeercert() or {}), secure.version() or "TLS"
 
     def speaks_tls(self) -> bool:
@@ -89,7 +101,9 @@ class Line:
                 if len(body) > MAX_REPLY or time.monotonic() - began > PATIENCE:
                     break
         headers = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(response.status_code, headers, body[:MAX_REPLY], sent, time.monotonic() - began)
+        return Answer(
+            response.status_code, headers, body[:MAX_REPLY], sent, time.monotonic() - began
+        )
 
     def round_trips(self) -> list[float]:
         """Seconds of some small calls on an open connection."""
@@ -101,7 +115,9 @@ class Line:
         received, began = 0, time.monotonic()
         with self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response:
             if response.status_code != 206:
-                raise BlockTrainError(f"the corpus was answered with HTTP {response.status_code}; ask the coordinator's operator")
+                raise BlockTrainError(
+                    f"the corpus was answered with HTTP {response.status_code}; ask the coordinator's operator"
+                )
             for piece in response.iter_raw():
                 received += len(piece)
                 if time.monotonic() - began > READ_SECONDS:
@@ -115,7 +131,9 @@ def _trust(ca: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise BlockTrainError(f"cannot use the certificate {ca}: {error.strerror or error}; name a PEM file with --ca") from None
+        raise BlockTrainError(
+            f"cannot use the certificate {ca}: {error.strerror or error}; name a PEM file with --ca"
+        ) from None
 
 
 def find_device(name: str) -> tuple[str, str]:
@@ -127,10 +145,14 @@ def find_device(name: str) -> tuple[str, str]:
     device = pick_device(name)
     ones = torch.ones(64, 64, device=device)
     if float((ones @ ones).sum().item()) != 64.0**3:
-        raise BlockTrainError(f"{device} multiplies wrongly; use --device cpu, or install a torch made for this device")
+        raise BlockTrainError(
+            f"{device} multiplies wrongly; use --device cpu, or install a torch made for this device"
+        )
     if device.type == "cuda":
         return str(device), torch.cuda.get_device_name(device)
-    return str(device), f"{os.cpu_count()} cores, a worker uses one" if device.type == "cpu" else "the Apple GPU"
+    return str(
+        device
+    ), f"{os.cpu_count()} cores, a worker uses one" if device.type == "cpu" else "the Apple GPU"
 
 
 def memory_of(device: str) -> tuple[int, int]:
@@ -146,7 +168,9 @@ def memory_of(device: str) -> tuple[int, int]:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()  # of a container
+        limit = (
+            Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        )  # of a container
         free = min(free, int(limit)) if limit.isdecimal() else free
     except OSError:
         pass  # not on this system
@@ -169,7 +193,11 @@ def cached_corpus(cache: Path, corpus: Corpus) -> dict[Path, str]:
 
     folder = corpus_folder(cache, corpus)
     files = {folder / "train.txt": corpus.train, folder / "valid.txt": corpus.valid}
-    return {path: blob.sha256 for path, blob in files.items() if path.is_file() and path.stat().st_size == blob.length}
+    return {
+        path: blob.sha256
+        for path, blob in files.items()
+        if path.is_file() and path.stat().st_size == blob.length
+    }
 
 
 def hash_of_file(path: Path) -> str:
@@ -199,7 +227,9 @@ def seconds_per_step(config: Config, device: str) -> float:
 
     from blocktrain.learning.train import Trainer, one_thread
 
-    text = np.random.default_rng(0).integers(0, 256, max(1 << 16, 4 * config.context), dtype=np.uint8)
+    text = np.random.default_rng(0).integers(
+        0, 256, max(1 << 16, 4 * config.context), dtype=np.uint8
+    )
     times: list[float] = []
     with one_thread() if device == "cpu" else nullcontext():
         steps = Trainer(config.replace(device=device), 1).run(text, STEPS + 1)
