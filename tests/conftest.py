@@ -70,7 +70,7 @@ WORDS = [
 def write_text(lines: int, seed: int) -> str:
     """Sentences of a small grammar: learnable in a few steps, never quite certain."""
     draw = random.Random(seed)
-    noun = lambda: draw.choice(WORDS)
+    noun = lambda: draw.choice(WORDS)  # noqa: E731
     return "".join(
         f"the {noun()} {draw.choice(['meets', 'leaves', 'finds'])} the {noun()} by the {noun()}.\n"
         for _ in range(lines)

@@ -142,8 +142,8 @@ def test_token_is_checked_before_the_body(place: Place) -> None:
         refuse(
             place,
             Code.BAD_TOKEN,
-            lambda path=path: httpx2.post(place.url + path, content=b"{", timeout=60),
-        )  # type: ignore[misc]
+            lambda path=path: httpx2.post(place.url + path, content=b"{", timeout=60),  # type: ignore[misc]
+        )
     refuse(
         place,
         Code.BAD_TOKEN,
@@ -231,8 +231,10 @@ def test_signatures(place: Place) -> None:
         )
         for forged in bad:
             refuse(
-                place, Code.BAD_SIGNATURE, lambda path=path, forged=forged: place.post(path, forged)
-            )  # type: ignore[misc]
+                place,
+                Code.BAD_SIGNATURE,
+                lambda path=path, forged=forged: place.post(path, forged),  # type: ignore[misc]
+            )
 
 
 # Bodies
@@ -261,7 +263,7 @@ def test_bodies_that_are_not_read(place: Place) -> None:
         ),
     )
     for encoding in ("gzip", "zstd", "identity, gzip"):
-        call = lambda encoding=encoding: place.post(
+        call = lambda encoding=encoding: place.post(  # noqa: E731
             "/v1/join", worker.join_message(), **{"Content-Encoding": encoding}
         )
         refuse(place, Code.WRONG_ENCODING, call)
@@ -306,8 +308,8 @@ def test_messages_that_cannot_be_read(place: Place) -> None:
         refuse(
             place,
             Code.MALFORMED,
-            lambda path=path: place.post(path, m.write(worker.join_message())),
-        )  # type: ignore[misc]
+            lambda path=path: place.post(path, m.write(worker.join_message())),  # type: ignore[misc]
+        )
 
 
 @pytest.mark.parametrize("speed", [5e-324, 1e-300, 1e-12, 1e-6, 1e9])
@@ -610,14 +612,16 @@ def test_ranges_and_pages(place: Place) -> None:
         "lines=1-",
         "bytes=x-",
     ):
-        call = lambda wanted=wanted: place.http.get(
+        call = lambda wanted=wanted: place.http.get(  # noqa: E731
             f"/v1/blobs/{weights.sha256}", headers={"Range": wanted}
         )
         refuse(place, Code.MALFORMED, call)
     for after in ("-1", "x", "1.0", "9" * 16, "%D9%A1"):
         refuse(
-            place, Code.MALFORMED, lambda after=after: place.http.get(f"/v1/ledger?after={after}")
-        )  # type: ignore[misc]
+            place,
+            Code.MALFORMED,
+            lambda after=after: place.http.get(f"/v1/ledger?after={after}"),  # type: ignore[misc]
+        )
 
 
 def raw(place: Place, request: bytes) -> httpx2.Response:
@@ -683,8 +687,8 @@ def test_a_body_that_comes_in_drops_is_given_up(
         found = refuse(
             place,
             Code.TOO_SLOW,
-            lambda head=head: _parsed(trickled(place, head.encode(), bytes(60000))),
-        )  # type: ignore[misc]
+            lambda head=head: _parsed(trickled(place, head.encode(), bytes(60000))),  # type: ignore[misc]
+        )
         assert "bytes" in found.sentence and time.monotonic() - began < 30
     assert place.client.upload_state(task.task, task.ticket).have == ()
 

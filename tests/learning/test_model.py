@@ -147,7 +147,7 @@ def test_the_positions_of_a_tail_see_each_other_and_not_their_bytes() -> None:
     config = tiny_config(objective="denoise", compose="euler", tail=4)
     block = random_model(config).blocks[0]
     text, z = TEXT[:, :16], torch.randn(1, 16, 8)
-    noised = lambda text, z: block.features(text, z=z, c_noise=torch.tensor(0.1), tail=4)
+    noised = lambda text, z: block.features(text, z=z, c_noise=torch.tensor(0.1), tail=4)  # noqa: E731
     before = noised(text, z)
     unknown = text.clone()
     unknown[:, 13:] = 0  # position 12 is the first of the tail: it knows its byte, and not the next

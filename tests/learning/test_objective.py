@@ -76,7 +76,7 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_next_byte() -> None:
 
 
 def test_only_edm_weighs_its_loss() -> None:
-    draws = lambda: torch.Generator().manual_seed(1)
+    draws = lambda: torch.Generator().manual_seed(1)  # noqa: E731
     exact = tiny_config(objective="denoise", compose="pool")
     loss = denoise_loss(build_block(exact, 1), target_table(exact), TOKENS, exact, 1, draws())
     assert loss.total.item() == pytest.approx(loss.ce.item())

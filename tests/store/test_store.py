@@ -294,7 +294,7 @@ def test_recovery_counts_remaining_time_from_the_new_clock(tmp_path: Path) -> No
 
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    code = f"from pathlib import Path; from blocktrain.coordination.store import open_store; open_store(Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from blocktrain.store.sql import open_store; open_store(Path({str(tmp_path)!r}))"
     other = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": SOURCE},
@@ -447,7 +447,7 @@ def test_settings_that_durability_rests_on(store: EmbeddedStore) -> None:
 
 def test_no_torch_in_the_control_plane() -> None:
     code = (
-        "import sys, blocktrain.coordination.store, blocktrain.coordination.merge, blocktrain.coordination.assignment;"
+        "import sys, blocktrain.store.sql, blocktrain.coordinator.merge;"
         "sys.exit('torch' in sys.modules)"
     )
     assert (

@@ -56,7 +56,12 @@ class Process:
         env = environment(self.folder, OMP_NUM_THREADS="1")
         with self.path("out").open("wb") as out, self.path("err").open("wb") as err:
             self.running = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=out, stderr=err, preexec_fn=before
+                command,
+                cwd=self.folder,
+                env=env,
+                stdout=out,
+                stderr=err,
+                preexec_fn=before,  # noqa: PLW1509
             )
         return self
 
@@ -244,11 +249,11 @@ def settle(coordinator: Process, workers: list[Process], url: str) -> None:
     until(lambda: healthy(url), "a recovery", coordinator)
     for worker in workers:
         until(
-            lambda worker=worker: worker.said("accepted") or worker.said("left"),
+            lambda worker=worker: worker.said("accepted") or worker.said("left"),  # type: ignore[misc]
             f"an update of {worker.name}",
             coordinator,
             worker,
-        )  # type: ignore[misc]
+        )
     until(lambda: len(acknowledged(workers)) >= 5, "a fifth update", coordinator)
 
 

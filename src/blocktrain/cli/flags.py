@@ -28,7 +28,7 @@ def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> An
     """A model with the same fields but some, each optional."""
     fields = {
         key: (
-            Optional[field.annotation],
+            Optional[field.annotation],  # noqa: UP045
             Field(default=None, description=f"{field.description} (default {field.default})"),
         )
         for key, field in model.model_fields.items()
@@ -40,7 +40,7 @@ def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> An
 def flags_of(name: str, title: str, model: type[BaseModel], without: Collection[str] = ()) -> Any:
     """The annotation of a command's parameter that takes the fields of a model as flags."""
     return Annotated[
-        Optional[_optional(name, model, without)],
+        Optional[_optional(name, model, without)],  # noqa: UP045
         Parameter(name="*", group=Group(title), negative=()),
     ]
 

@@ -296,8 +296,12 @@ class Coordinator:
             head = live.store.head()
             found = [
                 facts.LedgerEntry(
-                    seq=e.seq, kind=e.kind, body=e.body, previous=e.previous, hash=e.hash
-                )  # type: ignore[arg-type]
+                    seq=e.seq,
+                    kind=e.kind,  # type: ignore[arg-type]
+                    body=e.body,
+                    previous=e.previous,
+                    hash=e.hash,
+                )
                 for e in live.store.ledger(after=after, limit=LEDGER_PAGE)
             ]
             return facts.LedgerPage(entries=tuple(found), total=head.seq if head else 0)

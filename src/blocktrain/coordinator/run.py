@@ -493,8 +493,12 @@ def round_facts(
 ) -> facts.RoundFacts:
     """A round that did not make a version."""
     return facts.RoundFacts(
-        block=block, version=version, event=event, seconds=max(0.0, seconds), reason=_said(reason)
-    )  # type: ignore[arg-type]
+        block=block,
+        version=version,
+        event=event,  # type: ignore[arg-type]
+        seconds=max(0.0, seconds),
+        reason=_said(reason),
+    )
 
 
 def _said(reason: str) -> str:

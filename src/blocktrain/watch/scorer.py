@@ -1,6 +1,6 @@
 """A process that scores versions of a run: requests as JSON lines on stdin, answers on stdout, until stdin ends. Needs torch.
 
-    python -m blocktrain.coordination.scorer
+    python -m blocktrain.watch.scorer
 
 It reads weights and corpus from the coordinator's blobs and writes nothing but its answers.
 """

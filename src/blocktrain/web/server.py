@@ -213,7 +213,7 @@ def body_seconds(length: int) -> float:
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
     """Run to its end, on uvloop where that is installed."""
     factory = (
-        getattr(importlib.import_module("uvloop"), "new_event_loop")
+        getattr(importlib.import_module("uvloop"), "new_event_loop")  # noqa: B009
         if importlib.util.find_spec("uvloop")
         else None
     )
