@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
-from blocktrain.learning.compose import Model, Sampler, autoregressive
+from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
+from blocktrain.learning.generate import Sampler, autoregressive
 from support.browser import CHROMIUM, Visit, browsing, picture, visiting
 from support.served import Process, a_model, saved, started
 from support.waiting import until

@@ -9,16 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import (
-    EulerScorer,
-    Model,
+from blocktrain.learning.compose import EulerScorer, Model, euler_path, position_noise, window_noise
+from blocktrain.learning.generate import (
     Sampler,
     autoregressive,
-    euler_path,
-    position_noise,
     sweep,
     sweep_from_noise,
-    window_noise,
     window_start,
 )
 from conftest import random_model, tiny_config

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Model, Sampler, autoregressive, window_start
+from blocktrain.learning.compose import Model
+from blocktrain.learning.generate import Sampler, autoregressive, window_start
 from blocktrain.serving.entry.cost import (
     Line,
     Linear,

@@ -19,14 +19,8 @@ import torch
 
 from blocktrain.bench.network.shaper import Link, shaped
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import (
-    Model,
-    Sampler,
-    autoregressive,
-    in_pieces,
-    sweep,
-    sweep_from_noise,
-)
+from blocktrain.learning.compose import Model, in_pieces
+from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
 from blocktrain.learning.model import Cache, build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import Run, publish

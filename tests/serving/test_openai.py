@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from blocktrain.errors import IdentityError
-from blocktrain.learning.compose import Model, Sampler, autoregressive, sweep
+from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
+from blocktrain.learning.generate import Sampler, autoregressive, sweep
 from blocktrain.serving.entry.entry import Piece, Stats
 from blocktrain.serving.gate import read_keys
 from blocktrain.serving.openai_messages import ApiError, Completion, Writing, read_completion

@@ -15,7 +15,7 @@ from blocktrain.cli.serve import Post
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.coordinator.stages import Stages
 from blocktrain.errors import ConfigError, Unreachable
-from blocktrain.learning.compose import Sampler, autoregressive
+from blocktrain.learning.generate import Sampler, autoregressive
 from blocktrain.protocol.messages import read
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.stages import KEPT_SECONDS, MAX_STAGES, StageNotice

@@ -270,7 +270,7 @@ def generate(
     """
     import torch
 
-    from blocktrain.learning.compose import Sampler, autoregressive, sweep, sweep_from_noise
+    from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
     from blocktrain.learning.train import one_thread
     from blocktrain.runs.folder import load_model
 

@@ -14,9 +14,10 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted, RunError
-from blocktrain.learning.compose import Model, Sampler, autoregressive
+from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes, Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
+from blocktrain.learning.generate import Sampler, autoregressive
 from blocktrain.learning.noise import noise_levels
 from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_device
 from blocktrain.processes import Channel

@@ -14,7 +14,7 @@ import torch
 
 from blocktrain.bench.serving.answers import Result, Way
 from blocktrain.config import Config
-from blocktrain.learning.compose import Sampler
+from blocktrain.learning.generate import Sampler
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Frame
 from blocktrain.serving.entry.cost import (

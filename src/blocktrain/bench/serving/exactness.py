@@ -14,7 +14,8 @@ import torch
 
 from blocktrain.bench.serving.answers import Prompt, Way, write
 from blocktrain.config import Config
-from blocktrain.learning.compose import Model, Sampler
+from blocktrain.learning.compose import Model
+from blocktrain.learning.generate import Sampler
 from blocktrain.learning.model import Block, Readout
 from blocktrain.runs.folder import load_blocks, read_manifest
 from blocktrain.serving.entry.decode import Answer, Picker, common

@@ -27,7 +27,7 @@ from blocktrain.bench.serving.shape import Shape, buffer, model_hash, parse_shap
 from blocktrain.bench.serving.stages import START_SECONDS, STOP_SECONDS, carried, names
 from blocktrain.config import Config
 from blocktrain.errors import RunError
-from blocktrain.learning.compose import Sampler
+from blocktrain.learning.generate import Sampler
 from blocktrain.learning.model import Cache
 from blocktrain.protocol import frames
 from blocktrain.runs.folder import write_json

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from blocktrain.learning.compose import Model, Sampler, autoregressive, sweep
+from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Bytes
 from blocktrain.learning.evaluate import Progress, text_bits
+from blocktrain.learning.generate import Sampler, autoregressive, sweep
 from blocktrain.learning.model import Block
 
 SWEEPS = (1, 2, 4)

@@ -42,9 +42,9 @@ from blocktrain.bench.serving.exactness import Agreement, compare, fan_home
 from blocktrain.bench.serving.stages import StageProcess, carried, links, names, split, stages
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Sampler
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
+from blocktrain.learning.generate import Sampler
 from blocktrain.learning.train import REFERENCE, one_thread
 from blocktrain.runs.folder import Manifest, file_sha256, load_block, read_manifest
 from blocktrain.serving.entry.drafting import Drafter, Lean

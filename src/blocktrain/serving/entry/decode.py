@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from blocktrain.learning.compose import Sampler, window_start
+from blocktrain.learning.generate import Sampler, window_start
 
 NEAR_TIE = 1e-4
 Finish = Literal["stop", "length"]

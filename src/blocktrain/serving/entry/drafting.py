@@ -12,7 +12,8 @@ from torch import Tensor
 
 from blocktrain.config import VOCABULARY, Config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Sampler, middle_noise
+from blocktrain.learning.compose import middle_noise
+from blocktrain.learning.generate import Sampler
 from blocktrain.learning.model import MIN_ROWS, Cache, Layer, noise_features
 from blocktrain.serving.entry.decode import common
 from blocktrain.serving.entry.readers import local_features

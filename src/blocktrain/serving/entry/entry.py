@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Model, Sampler
+from blocktrain.learning.compose import Model
+from blocktrain.learning.generate import Sampler
 from blocktrain.learning.model import Block, Readout
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Wire
