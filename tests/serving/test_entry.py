@@ -346,6 +346,7 @@ async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) 
         target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True
     )
     killed.start()
+    theirs.close()  # a process that fails to start then ends the wait below
     try:
         near = await asyncio.to_thread(ours.recv)
         async with (
