@@ -24,7 +24,7 @@ from blocktrain.coordinator.merge import Before, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.data import Source as CorpusSource
-from blocktrain.protocol import codec, ledger
+from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.messages import Blob, Manifest, Submission
 from blocktrain.protocol.refusals import Refused
@@ -343,18 +343,18 @@ def test_rules_that_a_run_tells_are_checked(folder: Path) -> None:
 def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
     draw = np.random.default_rng(5)
 
-    def tensors(size: float = 1.0) -> codec.Tensors:
+    def drawn(size: float = 1.0) -> tensors.Tensors:
         return {
             name: (size * draw.standard_normal(shape)).astype(np.float32)
             for name, shape in (("b", (3, 4)), ("a", (7,)))
         }
 
-    current, old, held = tensors(), tensors(), tensors()
+    current, old, held = drawn(), drawn(), drawn()
     updates = [
-        Update("1", tensors(), 10, 1.0, absolute=True),
-        Update("2", tensors(), 30, 0.49, absolute=True, base=old),
-        Update("3", tensors(), 20, 1.0),
-        Update("4", tensors(1e-3), 20, 1.0),
+        Update("1", drawn(), 10, 1.0, absolute=True),
+        Update("2", drawn(), 30, 0.49, absolute=True, base=old),
+        Update("3", drawn(), 20, 1.0),
+        Update("4", drawn(1e-3), 20, 1.0),
     ]
     merged = merge(
         Before(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)), updates
@@ -367,7 +367,7 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
     for u, candidate in zip(updates, merged.used, strict=True):
         base = old if u.base is old else None
         proposed, norm = recompute.propose(
-            current, codec.Opened(dict(u.values), u.absolute), base, candidate.scale
+            current, compression.UpdateTensors(dict(u.values), u.absolute), base, candidate.scale
         )
         assert (norm, recompute.clip_scale(norm, (6.0,), 0.5, 1)) == (
             candidate.norm,
@@ -378,9 +378,9 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
     made = FACTS["version"].model_copy(update={"outer": outer})
     assert isinstance(made, ledger.VersionFacts)
     weights, momentum = recompute.next_weights(current, mean, held, made)
-    assert weights.sha256 == sha256(codec.pack(merged.state))
+    assert weights.sha256 == sha256(tensors.pack(merged.state))
     assert (momentum and momentum.sha256) == (
-        merged.momentum and sha256(codec.pack(merged.momentum))
+        merged.momentum and sha256(tensors.pack(merged.momentum))
     )
 
 

@@ -22,7 +22,7 @@ from blocktrain.coordinator import http as http_api
 from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import Conflict, Damaged, RunError, Unreachable
-from blocktrain.protocol import codec
+from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import RULES, Code
@@ -349,36 +349,36 @@ def test_chunks(place: Place) -> None:
     assert place.client.upload_state(task.task, task.ticket).have == ()
 
 
-def _encoded(task: m.Task, worker: FakeWorker, change: Callable[[codec.Tensors], None]) -> bytes:
+def _encoded(task: m.Task, worker: FakeWorker, change: Callable[[tensors.Tensors], None]) -> bytes:
     """An int4 payload as no encoder here writes it."""
     weights = worker.weights(task)
-    schema = codec.schema_of(weights)
-    wire: codec.Tensors = {
+    schema = tensors.schema_of(weights)
+    wire: tensors.Tensors = {
         name: np.ones(shape, {"U8": "<u1", "F16": "<f2"}[dtype]) * (0x99 if dtype == "U8" else 1)
-        for name, (dtype, shape) in codec.wire_schema(schema, "int4").items()
+        for name, (dtype, shape) in compression.wire_schema(schema, "int4").items()
     }
     wire = {name: t.astype("<u1" if name == "values" else "<f2") for name, t in wire.items()}
     change(wire)
-    return zstd.compress(codec.pack(wire, f"delta 1 int4 -20 {codec.schema_hash(schema)}"))
+    return zstd.compress(tensors.pack(wire, f"delta 1 int4 -20 {tensors.schema_hash(schema)}"))
 
 
-def _set(name: str, value: float) -> Callable[[codec.Tensors], None]:
-    def change(wire: codec.Tensors) -> None:
+def _set(name: str, value: float) -> Callable[[tensors.Tensors], None]:
+    def change(wire: tensors.Tensors) -> None:
         wire[name][3] = value
 
     return change
 
 
-def _more(wire: codec.Tensors) -> None:
+def _more(wire: tensors.Tensors) -> None:
     wire["more"] = np.zeros(3, np.float32)
 
 
-def _shorter(wire: codec.Tensors) -> None:
+def _shorter(wire: tensors.Tensors) -> None:
     wire["values"] = wire["values"][:-1]
 
 
 def _other_block(worker: FakeWorker, task: m.Task) -> bytes:
-    return codec.compress({"w": np.ones((3, 4), np.float32)}, None, "int4")[0]
+    return compression.compress({"w": np.ones((3, 4), np.float32)}, None, "int4")[0]
 
 
 PAYLOADS: dict[str, tuple[Code, Callable[[FakeWorker, m.Task], bytes]]] = {
@@ -399,13 +399,15 @@ PAYLOADS: dict[str, tuple[Code, Callable[[FakeWorker, m.Task], bytes]]] = {
     "something after it": (Code.MALFORMED, lambda w, t: w.payload(t) + b"more"),
     "another compression": (
         Code.TOO_LARGE,
-        lambda w, t: codec.compress(
+        lambda w, t: compression.compress(
             {n: np.zeros_like(x) for n, x in w.weights(t).items()}, None, "fp16"
         )[0],
     ),
     "weights instead of a delta": (
         Code.TOO_LARGE,
-        lambda w, t: codec.compress_weights({n: np.zeros_like(x) for n, x in w.weights(t).items()}),
+        lambda w, t: compression.compress_weights(
+            {n: np.zeros_like(x) for n, x in w.weights(t).items()}
+        ),
     ),
 }
 

@@ -245,6 +245,6 @@ def test_codes_are_stable() -> None:
 
 
 def test_the_room_needs_no_torch() -> None:
-    names = "codec, identity, ledger, messages, refusals, status, transfer"
+    names = "compression, identity, ledger, messages, refusals, status, transfer"
     code = f"import sys; from blocktrain.protocol import {names}; sys.exit('torch' in sys.modules or 'blocktrain.learning' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

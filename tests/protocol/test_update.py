@@ -6,8 +6,9 @@ import numpy as np
 
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.train import Trainer
-from blocktrain.protocol import codec
-from blocktrain.protocol.codec import METHODS, Tensors
+from blocktrain.protocol import compression, tensors
+from blocktrain.protocol.compression import METHODS
+from blocktrain.protocol.tensors import Tensors
 from conftest import Tiny
 
 
@@ -23,13 +24,13 @@ def real_update(tiny: Tiny, corpus: Corpus) -> Tensors:
 def test_a_real_update_gets_smaller_as_promised(tiny: Tiny, corpus: Corpus) -> None:
     delta = real_update(tiny, corpus)
     fp32 = sum(t.nbytes for t in delta.values())
-    ratio = {method: fp32 / len(codec.compress(delta, None, method)[0]) for method in METHODS}
+    ratio = {method: fp32 / len(compression.compress(delta, None, method)[0]) for method in METHODS}
     assert (
         ratio["none"] >= 1 and ratio["fp16"] >= 2 and ratio["int8"] >= 3.9 and ratio["int4"] >= 7.5
     ), ratio
     for method in METHODS:
-        payload, left = codec.compress(delta, None, method)
-        found = codec.decompress(payload, codec.schema_of(delta), method=method)
+        payload, left = compression.compress(delta, None, method)
+        found = compression.decompress(payload, tensors.schema_of(delta), method=method)
         assert all(
             np.array_equal(found[n] + left[n] if left else found[n], delta[n]) for n in delta
         )

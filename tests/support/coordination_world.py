@@ -15,7 +15,7 @@ import numpy as np
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
-from blocktrain.protocol import codec
+from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, identity_from_seed, new_nonce
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
@@ -172,8 +172,8 @@ class FakeWorker:
             self.identity.sign(m.Heartbeat(**{**fields, "nonce": new_nonce(), **changes}))
         )
 
-    def weights(self, task: m.Task) -> codec.Tensors:
-        return codec.unpack(b"".join(self.client.blob(task.weights.sha256, worker=self.id)))
+    def weights(self, task: m.Task) -> tensors.Tensors:
+        return tensors.unpack(b"".join(self.client.blob(task.weights.sha256, worker=self.id)))
 
     def payload(self, task: m.Task, seed: int = 0) -> bytes:
         """Small changes, always the same for the same worker, task, fence and seed."""
@@ -182,7 +182,7 @@ class FakeWorker:
             name: (1e-3 * draw.standard_normal(t.shape)).astype(np.float32)
             for name, t in self.weights(task).items()
         }
-        return codec.compress(delta, None, task.compression)[0]
+        return compression.compress(delta, None, task.compression)[0]
 
     def submission(self, task: m.Task, payload: bytes, /, **changes: Any) -> m.Submission:
         """Honest and signed, but for the changes (which are signed too)."""

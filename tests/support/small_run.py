@@ -13,7 +13,7 @@ from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.model import build_block
 from blocktrain.learning.train import Trainer, put_weights
-from blocktrain.protocol import codec, ledger
+from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import Identity, identity_from_seed
 from blocktrain.protocol.messages import Blob, Join, Lineage, Submission, Task, TaskRequest, Wait
 from blocktrain.protocol.refusals import Refused
@@ -23,7 +23,9 @@ from conftest import tiny_config
 
 CONFIG = tiny_config(blocks=2, steps=6, batch=2, width=8, heads=1)
 PEOPLE = {name: identity_from_seed(name.encode() * 32) for name in "abc"}
-State = tuple[int, str, dict[str, torch.Tensor], codec.Tensors]  # task, lineage, moments, residual
+State = tuple[
+    int, str, dict[str, torch.Tensor], tensors.Tensors
+]  # task, lineage, moments, residual
 
 
 @dataclass
@@ -52,8 +54,8 @@ class Hand:
         reply = self.client.join(self.me.sign(asked))
         self.run, self.next = reply.run, reply.next
 
-    def tensors(self, blob: Blob) -> codec.Tensors:
-        return codec.unpack(b"".join(self.client.blob(blob.sha256)))
+    def tensors(self, blob: Blob) -> tensors.Tensors:
+        return tensors.unpack(b"".join(self.client.blob(blob.sha256)))
 
     def train(self) -> tuple[Task, bytes, Submission]:
         task = self.next
@@ -69,9 +71,9 @@ class Hand:
         trainer.restore(moments)
         losses = [loss for _, loss in trainer.run(self.corpus.train, task.start_step + task.steps)]
         new = trainer.weights()
-        payload, left = codec.compress_weights(new), dict[str, codec.Array]()
+        payload, left = compression.compress_weights(new), dict[str, tensors.Array]()
         if task.compression != "none":
-            payload, left = codec.compress(
+            payload, left = compression.compress(
                 {name: new[name] - base[name] for name in new}, residual, task.compression
             )
         continued = Lineage(optimizer=before, residual=before)

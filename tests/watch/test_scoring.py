@@ -22,9 +22,9 @@ from blocktrain.learning.evaluate import (
     evaluate,
     fit_pool_weights,
 )
-from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.messages import BlockVersion
+from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
 from blocktrain.watch.feed import EVENTS, Listener
 from blocktrain.watch.scorer import sampled

@@ -23,9 +23,9 @@ from blocktrain.learning.data import Corpus, Source, open_corpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.train import Trainer, block_weights, read_state, write_state
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.identity import Identity, new_identity
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
 from blocktrain.web.client import Calls, HttpClient, LocalClient
 from blocktrain.worker import command as worker_command

@@ -31,7 +31,7 @@ from blocktrain.audit.evidence import (
 from blocktrain.audit.recompute import add, clip_scale, next_weights, propose
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
-from blocktrain.protocol import codec, ledger
+from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import verify, worker_id
 from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
@@ -417,16 +417,16 @@ class Check:
         self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str
     ) -> None:
         before = self.chains[made.block][-1]
-        current = codec.unpack(checked(self.source, before.weights))
-        schema, mean, norms = codec.schema_of(current), None, []
+        current = tensors.unpack(checked(self.source, before.weights))
+        schema, mean, norms = tensors.schema_of(current), None, []
         for part, update in parts:
             payload = self._payload(self.updates[part.update][0], update)
             if payload is None:
                 return
-            opened = codec.open_update(payload, schema, method=update.order.compression)
+            opened = compression.open_update(payload, schema, method=update.order.compression)
             late = opened.absolute and update.order.base != made.version - 1
             base = (
-                codec.unpack(checked(self.source, update.order.weights), schema) if late else None
+                tensors.unpack(checked(self.source, update.order.weights), schema) if late else None
             )
             proposed, norm = propose(current, opened, base, part.scale)
             mean = add(mean, part.share, proposed)
@@ -437,7 +437,7 @@ class Check:
         held = (
             None
             if before.momentum is None
-            else codec.unpack(checked(self.source, before.momentum), schema)
+            else tensors.unpack(checked(self.source, before.momentum), schema)
         )
         weights, momentum = next_weights(current, mean, held, made)
         if weights != made.weights:

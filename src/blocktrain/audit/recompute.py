@@ -9,13 +9,14 @@ from statistics import median
 
 import numpy as np
 
-from blocktrain.protocol.codec import Opened, Tensors, pack
+from blocktrain.protocol.compression import UpdateTensors
 from blocktrain.protocol.ledger import VersionFacts
 from blocktrain.protocol.messages import Blob
+from blocktrain.protocol.tensors import Tensors, pack
 
 
 def propose(
-    current: Tensors, opened: Opened, base: Tensors | None, scale: float
+    current: Tensors, opened: UpdateTensors, base: Tensors | None, scale: float
 ) -> tuple[Tensors, float]:
     """(weights that an update proposes in float64, length of its change before the clip); `base` is what late weights started from."""
     values = {name: tensor.astype(np.float64) for name, tensor in opened.tensors.items()}

@@ -21,7 +21,7 @@ from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.data import Bytes, open_corpus
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.train import Trainer, block_weights, one_thread, put_weights
-from blocktrain.protocol import codec, ledger
+from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.messages import Blob, Order, Submission
 
 Read = Callable[[Blob], bytes]
@@ -34,7 +34,7 @@ class _End:
 
     lineage: str
     moments: dict[str, Tensor]
-    residual: codec.Tensors
+    residual: tensors.Tensors
 
 
 def retrain(
@@ -88,7 +88,7 @@ def _corpus(run: ledger.RunFacts, read: Read) -> Iterator[Bytes]:
 def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
     """Version 0 is what the seed gives."""
     for first in run.blocks:
-        content = codec.pack(block_weights(build_block(config, first.block)))
+        content = tensors.pack(block_weights(build_block(config, first.block)))
         if hashlib.sha256(content).hexdigest() != first.weights.sha256:
             yield Finding(
                 "retrain",
@@ -139,7 +139,7 @@ def _trained(
         for pin in sorted(order.features, key=lambda pin: pin.block)
     ]
     trainer = Trainer(config, order.block, sources, order.start_step, order.stream)
-    trainer.load_weights(codec.unpack(read(order.weights)))
+    trainer.load_weights(tensors.unpack(read(order.weights)))
     # Copies: the optimizer works in place, and another task may continue the same state.
     trainer.restore(
         {} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()}
@@ -150,18 +150,18 @@ def _trained(
 
 def _source(config: Config, index: int, raw: bytes) -> Block:
     block = build_block(config, index)
-    put_weights(block, codec.unpack(raw))
+    put_weights(block, tensors.unpack(raw))
     return block
 
 
 def _payload(
     order: Order, trainer: Trainer, residual: _End | None, read: Read
-) -> tuple[bytes, codec.Tensors]:
+) -> tuple[bytes, tensors.Tensors]:
     new = trainer.weights()
-    if order.compression == "none":
-        return codec.compress_weights(new), {}
-    base = codec.unpack(read(order.weights))
-    return codec.compress(
+    if compression.METHODS[order.compression].exact:
+        return compression.compress_weights(new, order.compression), {}
+    base = tensors.unpack(read(order.weights))
+    return compression.compress(
         {name: new[name] - base[name] for name in new},
         residual.residual if residual else None,
         order.compression,
@@ -170,14 +170,14 @@ def _payload(
 
 def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
     """How far what was sent is from what comes out here."""
-    schema = codec.schema_of(trainer.weights())
+    schema = tensors.schema_of(trainer.weights())
     try:
-        theirs = codec.open_update(
+        theirs = compression.open_update(
             read(Blob(sha256=sent.payload_sha256, length=sent.payload_length)), schema
         ).tensors
     except BlockTrainError as error:
         return f" ({error})"
-    ours = codec.open_update(payload, schema).tensors
+    ours = compression.open_update(payload, schema).tensors
     most = max(float(np.abs(ours[name] - theirs[name]).max(initial=0)) for name in ours)
     return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
 

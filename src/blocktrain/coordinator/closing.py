@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blocktrain.coordinator.merge import Before, Candidate, Merged, MergeOptions, Update, merge
-from blocktrain.protocol.codec import Schema, Tensors, open_update, pack, schema_of, unpack
+from blocktrain.protocol.compression import open_update
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
+from blocktrain.protocol.tensors import Schema, Tensors, pack, schema_of, unpack
 from blocktrain.store.blobs import Blobs
 from blocktrain.store.contract import Store, UpdateRecord, VersionRecord
 

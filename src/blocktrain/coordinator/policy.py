@@ -10,7 +10,7 @@ from blocktrain.config import Config, words
 from blocktrain.coordinator.merge import MergeOptions
 from blocktrain.coordinator.state import Options
 from blocktrain.errors import ConfigError
-from blocktrain.protocol.codec import Method
+from blocktrain.protocol.compression import METHODS, Method
 from blocktrain.protocol.messages import MAX_BLOCKS
 from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
@@ -22,8 +22,10 @@ class Policy(BaseModel):
         frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    compression: Method = "int4"
-    """How updates are sent: none, fp16, int8 or int4 (with error feedback)."""
+    compression: Method = Field(
+        default="int4",
+        description=f"How updates are sent: one of {', '.join(METHODS)} (with error feedback).",
+    )
     replicas: int | None = Field(default=None, ge=1, le=4096)
     """Updates that close a round at once; by default as many as there are workers on the block."""
     min_replicas: int = Field(default=1, ge=1, le=4096)

@@ -35,9 +35,9 @@ from blocktrain.coordinator.transitions import changes_between
 from blocktrain.errors import Conflict, RunError, StorageFailed
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.codec import Schema, schema_of, unpack
 from blocktrain.protocol.identity import Identity
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
+from blocktrain.protocol.tensors import Schema, schema_of, unpack
 from blocktrain.store.blobs import PIECE
 from blocktrain.store.contract import (
     Changes,

@@ -10,7 +10,7 @@ from blocktrain.coordinator.rounds import Verdict, admit
 from blocktrain.coordinator.run import LiveRun
 from blocktrain.errors import Conflict
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.codec import open_update, payload_cap
+from blocktrain.protocol.compression import open_update, payload_cap
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
 from blocktrain.store.contract import UpdateRecord
 

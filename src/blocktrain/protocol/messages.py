@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from blocktrain.protocol.codec import Method
+from blocktrain.protocol.compression import Method
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused, Then
 from blocktrain.protocol.transfer import MAX_CHUNK_BYTES, MAX_CHUNKS, MIN_CHUNK_BYTES, Plan
 

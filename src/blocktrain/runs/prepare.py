@@ -10,7 +10,7 @@ from blocktrain.config import Config
 from blocktrain.learning.data import Bytes, Source
 from blocktrain.learning.model import build_block
 from blocktrain.learning.train import block_weights
-from blocktrain.protocol.codec import pack
+from blocktrain.protocol.tensors import pack
 
 PIECE = 1 << 22
 

@@ -11,10 +11,10 @@ from typing import Any
 from blocktrain.config import Config, make_config
 from blocktrain.errors import Damaged, RunError
 from blocktrain.learning.data import open_corpus
-from blocktrain.protocol.codec import unpack
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.messages import Blob, BlockVersion, Manifest
+from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.folder import Run, create_run, publish
 from blocktrain.runs.results import fit_and_seal
 from blocktrain.web.client import Calls, fetch

@@ -36,7 +36,7 @@ from blocktrain.learning.evaluate import (
 )
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.train import put_weights
-from blocktrain.protocol.codec import unpack
+from blocktrain.protocol.tensors import unpack
 from blocktrain.protocol.transfer import sha256
 
 NICE = 10

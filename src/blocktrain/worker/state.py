@@ -21,7 +21,6 @@ from torch import Tensor
 from blocktrain.errors import RunError
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.learning.train import read_state, write_state
-from blocktrain.protocol.codec import Tensors
 from blocktrain.protocol.messages import (
     Count,
     Held,
@@ -33,6 +32,7 @@ from blocktrain.protocol.messages import (
     Task,
     write,
 )
+from blocktrain.protocol.tensors import Tensors
 
 _RESIDUAL = "residual."
 _WEIGHT = "weight."

@@ -13,8 +13,9 @@ from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.model import Block, build_block
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.codec import Tensors, compress, compress_weights, pack, unpack
+from blocktrain.protocol.compression import METHODS, compress, compress_weights
 from blocktrain.protocol.ledger import lineage
+from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.web.client import fetch
 from blocktrain.worker.state import Facts, Halfway, Kept, Pause
@@ -159,8 +160,8 @@ class Desk:
         """The state after the order, and its update. The residual at hand must be that of the last accepted update."""
         new = self.trainer.weights()
         left: Tensors = {}
-        if order.compression == "none":
-            payload = compress_weights(new)
+        if METHODS[order.compression].exact:
+            payload = compress_weights(new, order.compression)
             self.known = (sha256(pack(new)), dict(new))
         else:
             payload, left = compress(

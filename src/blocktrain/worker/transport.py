@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from blocktrain.errors import BlockTrainError, Interrupted, Unreachable
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.codec import Tensors
 from blocktrain.protocol.identity import Identity, new_nonce, verify
 from blocktrain.protocol.refusals import Code, Refused, Then
+from blocktrain.protocol.tensors import Tensors
 from blocktrain.protocol.transfer import split
 from blocktrain.web.client import Calls, retry_later, upload
 from blocktrain.worker.state import Pending

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.protocol import codec
+from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, identity_from_seed, new_nonce, verify
 from blocktrain.protocol.ledger import lineage
@@ -146,18 +146,18 @@ class Shared:
 
     load: Load
     notes: Notes
-    schemas: dict[int, codec.Schema] = field(default_factory=dict)  # by block: fetched once
+    schemas: dict[int, tensors.Schema] = field(default_factory=dict)  # by block: fetched once
 
     async def payload(self, line: HttpLine, task: m.Task, draw: np.random.Generator) -> bytes:
         """A small random change of the task's block, as a worker would send it."""
         if task.block not in self.schemas:
             content = await line.call("blob", f"GET /v1/blobs/{task.weights.sha256} HTTP/1.1")
-            self.schemas[task.block] = codec.schema_of(codec.unpack(content))
+            self.schemas[task.block] = tensors.schema_of(tensors.unpack(content))
         delta = {
             n: draw.standard_normal(s.shape).astype(np.float32) * np.float32(1e-3)
             for n, s in self.schemas[task.block].items()
         }
-        return codec.compress(delta, None, task.compression)[0]
+        return compression.compress(delta, None, task.compression)[0]
 
 
 def join_message(me: Identity) -> m.Join:

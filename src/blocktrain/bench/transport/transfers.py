@@ -20,7 +20,7 @@ from blocktrain.bench.network.shaper import Link, shaped
 from blocktrain.bench.transport.coordinator import coordinator_process
 from blocktrain.bench.transport.swarm import join_message, submission, task_request
 from blocktrain.errors import RunError
-from blocktrain.protocol import codec
+from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.transfer import split
@@ -118,9 +118,9 @@ class _Customer:
     def upload(self) -> float:
         """Send the payload of a task; bytes a second, in millions."""
         task = self._task()
-        schema = codec.schema_of(codec.unpack(b"".join(self.client.blob(task.weights.sha256))))
+        schema = tensors.schema_of(tensors.unpack(b"".join(self.client.blob(task.weights.sha256))))
         draw = np.random.default_rng(self._seed)
-        payload = codec.compress_weights(
+        payload = compression.compress_weights(
             {name: draw.standard_normal(s.shape, dtype=np.float32) for name, s in schema.items()}
         )
         chunks = split(payload, task.chunk_bytes)

@@ -27,7 +27,7 @@ from blocktrain.bench.transport.trial import (
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
-from blocktrain.protocol.codec import Method
+from blocktrain.protocol.compression import Method
 
 Part = Literal["replay", "workers", "hosts", "ladder", "outer"]
 PARTS: tuple[Part, ...] = get_args(Part)

@@ -13,9 +13,10 @@ from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.protocol import codec
-from blocktrain.protocol.codec import GROUP, LEVELS, METHODS, Limits, Method, Spec, Tensors
+from blocktrain.protocol import compression, tensors
+from blocktrain.protocol.compression import GROUP, METHODS, Method
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.tensors import Spec, TensorLimits, Tensors
 
 LOSSY: tuple[Method, ...] = ("fp16", "int8", "int4")
 SCHEMA = {"a": Spec((3, 50)), "b": Spec(()), "c": Spec((129,))}
@@ -30,7 +31,7 @@ def example(seed: int = 0, magnitude: float = 1e-3) -> Tensors:
 
 
 def sent(payload: bytes, like: Tensors) -> Tensors:
-    return codec.decompress(payload, codec.schema_of(like))
+    return compression.decompress(payload, tensors.schema_of(like))
 
 
 @st.composite
@@ -52,7 +53,7 @@ def deltas(draw: st.DrawFn) -> Tensors:
 
 @given(deltas(), st.booleans())
 def test_none_is_exact_bit_for_bit(delta: Tensors, again: bool) -> None:
-    payload, residual = codec.compress(delta, {} if again else None, "none")
+    payload, residual = compression.compress(delta, {} if again else None, "none")
     found = sent(payload, delta)
     assert residual == {} and found.keys() == delta.keys()
     assert all(
@@ -62,10 +63,10 @@ def test_none_is_exact_bit_for_bit(delta: Tensors, again: bool) -> None:
 
 @given(deltas(), st.sampled_from(LOSSY))
 def test_what_is_lost_is_the_residual_exactly(delta: Tensors, method: Method) -> None:
-    payload, residual = codec.compress(delta, None, method)
+    payload, residual = compression.compress(delta, None, method)
     found = sent(payload, delta)
     assert all(np.array_equal(found[n] + residual[n], delta[n]) for n in delta)
-    second, left = codec.compress(delta, residual, method)
+    second, left = compression.compress(delta, residual, method)
     assert all(
         np.array_equal(sent(second, delta)[n] + left[n], delta[n] + residual[n]) for n in delta
     )
@@ -73,10 +74,10 @@ def test_what_is_lost_is_the_residual_exactly(delta: Tensors, method: Method) ->
 
 @given(deltas(), st.sampled_from(["int8", "int4"]))
 def test_the_error_is_at_most_half_a_scale(delta: Tensors, method: Method) -> None:
-    payload, _ = codec.compress(delta, None, method)
+    payload, _ = compression.compress(delta, None, method)
     raw = zstd.decompress(payload)
     exponent = int(note_of(raw).split()[3])
-    scales = np.ldexp(codec.unpack(raw)["scales"].astype(np.float64), exponent)
+    scales = np.ldexp(tensors.unpack(raw)["scales"].astype(np.float64), exponent)
     found = sent(payload, delta)
     first = 0
     for name in sorted(delta):
@@ -90,15 +91,15 @@ def test_the_error_is_at_most_half_a_scale(delta: Tensors, method: Method) -> No
             assert (np.abs(group - y[start : start + GROUP]) <= scale / 2).all()
             smallest = 2.0 ** (exponent - 24)  # of fp16
             assert (
-                np.abs(group).max() / LEVELS[method]
+                np.abs(group).max() / METHODS[method].levels
                 <= scale
-                <= np.abs(group).max() / LEVELS[method] * (1 + 2**-10) + smallest
+                <= np.abs(group).max() / METHODS[method].levels * (1 + 2**-10) + smallest
             )
 
 
 @given(deltas())
 def test_fp16_keeps_eleven_bits(delta: Tensors) -> None:
-    payload, _ = codec.compress(delta, None, "fp16")
+    payload, _ = compression.compress(delta, None, "fp16")
     exponent = int(note_of(zstd.decompress(payload)).split()[3])
     found = sent(payload, delta)
     for name, x in delta.items():
@@ -120,11 +121,11 @@ def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
     delta["w"][0] = 1e-3
     total, residual = np.zeros(GROUP), None
     for _ in range(20):
-        payload, residual = codec.compress(delta, residual, method)
+        payload, residual = compression.compress(delta, residual, method)
         total += sent(payload, delta)["w"]
     assert (
         np.abs(total - 20 * delta["w"].astype(np.float64)).max()
-        <= 1e-3 / LEVELS[method] * (1 + 2**-9) / 2 + 1e-9
+        <= 1e-3 / METHODS[method].levels * (1 + 2**-9) / 2 + 1e-9
     )
 
 
@@ -132,15 +133,20 @@ def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
 def test_same_input_same_bytes(method: Method) -> None:
     delta = example()
     backwards = {name: np.array(delta[name], order="F") for name in reversed(delta)}
-    assert codec.compress(delta, None, method)[0] == codec.compress(backwards, None, method)[0]
-    assert codec.pack(delta, "n") == codec.pack(backwards, "n")
-    assert len(codec.compress(delta, None, method)[0]) <= codec.payload_cap(SCHEMA, method)
+    assert (
+        compression.compress(delta, None, method)[0]
+        == compression.compress(backwards, None, method)[0]
+    )
+    assert tensors.pack(delta, "n") == tensors.pack(backwards, "n")
+    assert len(compression.compress(delta, None, method)[0]) <= compression.payload_cap(
+        SCHEMA, method
+    )
 
 
 @pytest.mark.parametrize(("method", "least"), [("int8", 3.9), ("int4", 7.5)])
 def test_noise_that_no_coder_can_squeeze_keeps_the_ratio(method: Method, least: float) -> None:
     delta = {"w": np.random.default_rng(1).uniform(-1, 1, (512, 300)).astype(np.float32)}
-    assert delta["w"].nbytes / len(codec.compress(delta, None, method)[0]) >= least
+    assert delta["w"].nbytes / len(compression.compress(delta, None, method)[0]) >= least
 
 
 # Golden bytes: what another implementation has to read and write (the zstd frame around them may differ, its content may not).
@@ -180,11 +186,11 @@ GOLDEN: dict[Method, str] = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_golden_bytes(method: Method) -> None:
-    payload, _ = codec.compress(GOLDEN_DELTA, None, method)
+    payload, _ = compression.compress(GOLDEN_DELTA, None, method)
     assert zstd.decompress(payload).hex() == GOLDEN[method]
     stored = zstd.compress(bytes.fromhex(GOLDEN[method]), level=19)
     found, again = (
-        codec.decompress(stored, codec.schema_of(GOLDEN_DELTA), method=method),
+        compression.decompress(stored, tensors.schema_of(GOLDEN_DELTA), method=method),
         sent(payload, GOLDEN_DELTA),
     )
     assert all(np.array_equal(found[n], again[n]) for n in GOLDEN_DELTA)
@@ -206,9 +212,9 @@ def with_wire(
     change: Callable[[Tensors], Tensors], method: Method = "int8", note: str | None = None
 ) -> bytes:
     """An honest payload with its tensors or its note changed."""
-    raw = zstd.decompress(codec.compress(example(), None, method)[0])
-    wire = {name: t.copy() for name, t in codec.unpack(raw).items()}
-    return zstd.compress(codec.pack(change(wire), note_of(raw) if note is None else note))
+    raw = zstd.decompress(compression.compress(example(), None, method)[0])
+    wire = {name: t.copy() for name, t in tensors.unpack(raw).items()}
+    return zstd.compress(tensors.pack(change(wire), note_of(raw) if note is None else note))
 
 
 def put(name: str, index: int, value: float) -> Callable[[Tensors], Tensors]:
@@ -219,7 +225,7 @@ def put(name: str, index: int, value: float) -> Callable[[Tensors], Tensors]:
     return change
 
 
-HASH = codec.schema_hash(SCHEMA)
+HASH = tensors.schema_hash(SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +257,9 @@ HASH = codec.schema_hash(SCHEMA)
         (with_wire(dict, note=""), Code.MALFORMED),
         (b"", Code.MALFORMED),
         (b"not zstd at all", Code.MALFORMED),
-        (codec.compress(example(), None, "int8")[0][:-1], Code.MALFORMED),
-        (codec.compress(example(), None, "int8")[0] + b"\0", Code.MALFORMED),
-        (codec.compress(example(), None, "int8")[0] * 2, Code.MALFORMED),
+        (compression.compress(example(), None, "int8")[0][:-1], Code.MALFORMED),
+        (compression.compress(example(), None, "int8")[0] + b"\0", Code.MALFORMED),
+        (compression.compress(example(), None, "int8")[0] * 2, Code.MALFORMED),
         (zstd.compress(b"\0" * 7), Code.MALFORMED),
         (zstd.compress(b"\xff" * 8 + b"{}"), Code.MALFORMED),
         (zstd.compress(file_of("[" * 900)), Code.MALFORMED),
@@ -270,31 +276,31 @@ HASH = codec.schema_hash(SCHEMA)
     ],
 )
 def test_hostile_payloads_are_refused(payload: bytes, code: Code) -> None:
-    assert refused(lambda: codec.decompress(payload, SCHEMA)) == code
+    assert refused(lambda: compression.decompress(payload, SCHEMA)) == code
 
 
 def test_a_repeated_name_is_refused() -> None:
     entry = '"values":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
     note = (
-        f'"__metadata__":{{"blocktrain":"delta 1 none 0 {codec.schema_hash({"w": Spec((1,))})}"}}'
+        f'"__metadata__":{{"blocktrain":"delta 1 none 0 {tensors.schema_hash({"w": Spec((1,))})}"}}'
     )
     honest = file_of(f"{{{note},{entry}}}", b"\0" * 4)
-    assert codec.decompress(zstd.compress(honest), {"w": Spec((1,))})["w"].tolist() == [0]
+    assert compression.decompress(zstd.compress(honest), {"w": Spec((1,))})["w"].tolist() == [0]
     doubled = file_of(f"{{{note},{entry},{entry}}}", b"\0" * 4)
     assert (
-        refused(lambda: codec.decompress(zstd.compress(doubled), {"w": Spec((1,))}))
+        refused(lambda: compression.decompress(zstd.compress(doubled), {"w": Spec((1,))}))
         == Code.MALFORMED
     )
 
 
 def test_another_method_than_the_task_asked_for_is_refused() -> None:
-    payload, _ = codec.compress(example(), None, "int8")
-    assert refused(lambda: codec.decompress(payload, SCHEMA, method="fp16")) == Code.MALFORMED
-    large, _ = codec.compress(
+    payload, _ = compression.compress(example(), None, "int8")
+    assert refused(lambda: compression.decompress(payload, SCHEMA, method="fp16")) == Code.MALFORMED
+    large, _ = compression.compress(
         {"w": np.random.default_rng(0).normal(size=5000).astype(np.float32)}, None, "none"
     )
     assert (
-        refused(lambda: codec.decompress(large, {"w": Spec((5000,))}, method="int4"))
+        refused(lambda: compression.decompress(large, {"w": Spec((5000,))}, method="int4"))
         == Code.TOO_LARGE
     )
 
@@ -315,83 +321,94 @@ def test_a_bomb_costs_no_more_memory_than_an_honest_payload(
     payload = bomb(window_log)
     tracemalloc.start()
     try:
-        assert refused(lambda: codec.decompress(payload, SCHEMA)) == code
+        assert refused(lambda: compression.decompress(payload, SCHEMA)) == code
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_caps_hold_before_anything_is_read() -> None:
-    payload, _ = codec.compress(example(), None, "none")
-    raw = codec.pack(example())
+    payload, _ = compression.compress(example(), None, "none")
+    raw = tensors.pack(example())
     assert (
-        refused(lambda: codec.decompress(payload, SCHEMA, Limits(payload_bytes=10)))
+        refused(lambda: compression.decompress(payload, SCHEMA, TensorLimits(payload_bytes=10)))
         == Code.TOO_LARGE
     )
     assert (
-        refused(lambda: codec.decompress(payload, SCHEMA, Limits(raw_bytes=100))) == Code.TOO_LARGE
+        refused(lambda: compression.decompress(payload, SCHEMA, TensorLimits(raw_bytes=100)))
+        == Code.TOO_LARGE
     )
-    assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(raw_bytes=100))) == Code.TOO_LARGE
-    assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(header_bytes=50))) == Code.TOO_LARGE
-    assert refused(lambda: codec.unpack(raw, SCHEMA, Limits(tensors=2))) == Code.TOO_LARGE
+    assert (
+        refused(lambda: tensors.unpack(raw, SCHEMA, TensorLimits(raw_bytes=100))) == Code.TOO_LARGE
+    )
+    assert (
+        refused(lambda: tensors.unpack(raw, SCHEMA, TensorLimits(header_bytes=50)))
+        == Code.TOO_LARGE
+    )
+    assert refused(lambda: tensors.unpack(raw, SCHEMA, TensorLimits(tensors=2))) == Code.TOO_LARGE
 
 
-@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from(METHODS), st.booleans())
+@given(st.integers(0, 2**32), st.integers(1, 8), st.sampled_from(list(METHODS)), st.booleans())
 def test_a_changed_payload_is_refused_or_is_a_finite_delta(
     seed: int, changes: int, method: Method, inside: bool
 ) -> None:
     rng = np.random.default_rng(seed)
-    payload = codec.compress(example(), None, method)[0]
+    payload = compression.compress(example(), None, method)[0]
     damaged = bytearray(zstd.decompress(payload) if inside else payload)
     for _ in range(changes):
         damaged[rng.integers(min(len(damaged), 260) if rng.random() < 0.7 else len(damaged))] = (
             rng.integers(256)
         )
     try:
-        found = codec.decompress(
+        found = compression.decompress(
             zstd.compress(bytes(damaged)) if inside else bytes(damaged), SCHEMA
         )
     except Refused:
         return
-    assert codec.schema_of(found) == SCHEMA
-    codec.check_finite(found)
+    assert tensors.schema_of(found) == SCHEMA
+    tensors.check_finite(found)
 
 
 def test_weights_come_back_and_nothing_else_does() -> None:
     weights = example(3) | {"counts": np.arange(4)}
-    schema = codec.schema_of(weights)
-    raw = codec.pack(weights)
+    schema = tensors.schema_of(weights)
+    raw = tensors.pack(weights)
     for known in (schema, None):
-        found = codec.unpack(raw, known)
-        assert codec.schema_of(found) == schema and all(
+        found = tensors.unpack(raw, known)
+        assert tensors.schema_of(found) == schema and all(
             found[n].tobytes() == weights[n].tobytes() for n in weights
         )
-    assert refused(lambda: codec.unpack(raw, schema | {"more": Spec((1,))})) == Code.WRONG_SHAPE
-    assert refused(lambda: codec.unpack(raw, schema | {"b": Spec((1,))})) == Code.WRONG_SHAPE
+    assert refused(lambda: tensors.unpack(raw, schema | {"more": Spec((1,))})) == Code.WRONG_SHAPE
+    assert refused(lambda: tensors.unpack(raw, schema | {"b": Spec((1,))})) == Code.WRONG_SHAPE
     assert (
-        refused(lambda: codec.unpack(raw, schema | {"b": Spec((), "float16")})) == Code.WRONG_SHAPE
+        refused(lambda: tensors.unpack(raw, schema | {"b": Spec((), "float16")}))
+        == Code.WRONG_SHAPE
     )
-    assert refused(lambda: codec.unpack(raw[:-1], schema)) == Code.MALFORMED
-    assert refused(lambda: codec.pack({"z": np.zeros(1, np.complex64)})) == Code.WRONG_SHAPE
+    assert refused(lambda: tensors.unpack(raw[:-1], schema)) == Code.MALFORMED
+    assert refused(lambda: tensors.pack({"z": np.zeros(1, np.complex64)})) == Code.WRONG_SHAPE
     odd = file_of({"z": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}, b"\0\0")
-    assert refused(lambda: codec.unpack(odd)) == Code.WRONG_SHAPE
+    assert refused(lambda: tensors.unpack(odd)) == Code.WRONG_SHAPE
 
 
 def test_absolute_weights_keep_every_bit() -> None:
     weights = example(4) | {"zero": np.array([-0.0, 1e-45], np.float32)}
-    payload, schema = codec.compress_weights(weights), codec.schema_of(weights)
-    opened = codec.open_update(payload, schema, method="none")
+    payload, schema = compression.compress_weights(weights), tensors.schema_of(weights)
+    opened = compression.open_update(payload, schema, method="none")
     assert opened.absolute and all(
         opened.tensors[n].tobytes() == weights[n].tobytes() for n in weights
     )
-    assert refused(lambda: codec.decompress(payload, schema)) == Code.MALFORMED
-    assert not codec.open_update(codec.compress(weights, None, "none")[0], schema).absolute
+    assert refused(lambda: compression.decompress(payload, schema)) == Code.MALFORMED
+    assert not compression.open_update(
+        compression.compress(weights, None, "none")[0], schema
+    ).absolute
     assert (
-        refused(lambda: codec.compress_weights({"w": np.array([math.inf], np.float32)}))
+        refused(lambda: compression.compress_weights({"w": np.array([math.inf], np.float32)}))
         == Code.NOT_FINITE
     )
     assert (
-        refused(lambda: codec.decompress(with_wire(dict, note=f"weights 1 int8 0 {HASH}"), SCHEMA))
+        refused(
+            lambda: compression.decompress(with_wire(dict, note=f"weights 1 int8 0 {HASH}"), SCHEMA)
+        )
         == Code.MALFORMED
     )
 
@@ -399,13 +416,19 @@ def test_absolute_weights_keep_every_bit() -> None:
 def test_a_sender_is_told_about_its_own_mistakes() -> None:
     delta = example()
     assert (
-        refused(lambda: codec.compress({"w": np.array([math.nan], np.float32)}, None, "int8"))
+        refused(lambda: compression.compress({"w": np.array([math.nan], np.float32)}, None, "int8"))
         == Code.NOT_FINITE
     )
     assert (
-        refused(lambda: codec.compress({"w": np.array([3e38], np.float32)}, None, "int8"))
+        refused(lambda: compression.compress({"w": np.array([3e38], np.float32)}, None, "int8"))
         == Code.NOT_FINITE
     )
-    assert refused(lambda: codec.compress({"w": np.zeros(3)}, None, "none")) == Code.WRONG_SHAPE
-    assert refused(lambda: codec.compress(delta, {"a": delta["a"]}, "int4")) == Code.WRONG_SHAPE
-    assert refused(lambda: codec.decompress(b"", {"w": Spec((1,), "int64")})) == Code.WRONG_SHAPE
+    assert (
+        refused(lambda: compression.compress({"w": np.zeros(3)}, None, "none")) == Code.WRONG_SHAPE
+    )
+    assert (
+        refused(lambda: compression.compress(delta, {"a": delta["a"]}, "int4")) == Code.WRONG_SHAPE
+    )
+    assert (
+        refused(lambda: compression.decompress(b"", {"w": Spec((1,), "int64")})) == Code.WRONG_SHAPE
+    )

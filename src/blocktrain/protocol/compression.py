@@ -1,0 +1,405 @@
+"""Updates as payloads: a delta, compressed by one method of the table `METHODS`.
+
+A method is one class. To add one, write a class and put it into the table: settings, messages,
+worker, coordinator and audit take it from there. numpy only; docs/protocol.md has the layout.
+
+Bounds of one element x of a delta, with s the scale of its group of 128
+(s is always >= max|group| / levels):
+    none   exact, bit for bit
+    fp16   |error| <= |x| / 2048, or 2**(exponent - 25) where that is larger
+    int8   |error| <= s / 2, levels -127 to 127
+    int4   |error| <= s / 2, levels -7 to 7
+The residual is exactly what a payload lacks: sent + residual == delta + old residual.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from backports import zstd
+from pydantic import AfterValidator
+
+from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.tensors import (
+    DEFAULT_LIMITS,
+    Array,
+    Layout,
+    Schema,
+    TensorLimits,
+    Tensors,
+    check_finite,
+    layout_bytes,
+    pack,
+    read_header,
+    read_tensors,
+    require_layout,
+    schema_hash,
+    schema_of,
+)
+
+GROUP = 128
+# fp16 times 2**exponent is then a normal float32, so a level times a scale is exact everywhere.
+MIN_EXPONENT, MAX_EXPONENT = -100, 64
+WINDOW_LOG_MAX = 23  # a zstd frame may ask the reader for a window of 8 MiB at most
+_NOTE = re.compile(
+    r"(delta|weights) 1 ([a-z][a-z0-9_-]{0,15}) (0|-?[1-9][0-9]{0,2}) ([0-9a-f]{64})"
+)
+
+
+class Compression(ABC):
+    """One method. `exponent` is a power of two that all tensors of a payload share."""
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = False
+    """Keeps every bit: there is no residual, and a worker sends new weights, not a delta."""
+    levels: ClassVar[int] = 1
+    """The peak of a delta divided by this is its largest scale."""
+
+    @abstractmethod
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        """The tensors in a payload for tensors of these sizes. It caps a payload's length."""
+
+    @abstractmethod
+    def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
+        """Flat tensors as the tensors of `layout`."""
+
+    @abstractmethod
+    def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
+        """Flat float32 tensors. Refuses values that `encode` never writes."""
+
+    def exponent(self, peak: float) -> int:
+        """Puts the largest scale into [2**14, 2**15], so that fp16 keeps its precision."""
+        if peak == 0 or self.exact:
+            return 0
+        exponent = max(math.frexp(peak / self.levels)[1] - 15, MIN_EXPONENT)
+        if exponent > MAX_EXPONENT:
+            raise Refused(Code.NOT_FINITE, f"a change of {peak:.3g} in one weight")
+        return exponent
+
+
+class NoCompression(Compression):
+    name = "none"
+    exact = True
+
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        return {"values": ("F32", (sum(sizes),))}
+
+    def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
+        return {"values": _join(tensors, "<f4")}
+
+    def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
+        return _cut(wire["values"], sizes)
+
+
+class Float16(Compression):
+    name = "fp16"
+
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        return {"values": ("F16", (sum(sizes),))}
+
+    def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
+        values = [np.ldexp(x.astype(np.float64), -exponent).astype("<f2") for x in tensors]
+        return {"values": _join(values, "<f2")}
+
+    def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
+        parts = _cut(wire["values"], sizes)
+        return [np.ldexp(part.astype(np.float32), exponent) for part in parts]
+
+
+class Int8(Compression):
+    """Levels of a byte, with one fp16 scale per group of 128. Each tensor begins a new group."""
+
+    name = "int8"
+    levels = 127
+
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        groups = sum(_groups(size) for size in sizes)
+        return {"values": ("I8", (sum(sizes),)), "scales": ("F16", (groups,))}
+
+    def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
+        pairs = [_quantize(x, self.levels, exponent) for x in tensors]
+        return {
+            "values": _join([values for values, _ in pairs], "<i1"),
+            "scales": _join([scales for _, scales in pairs], "<f2"),
+        }
+
+    def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
+        values, scales = wire["values"], wire["scales"]
+        if (scales < 0).any():
+            raise Refused(Code.NOT_FINITE, "a scale is negative")
+        if (values == -128).any():
+            raise Refused(Code.MALFORMED, "a level is -128; levels are -127 to 127")
+        groups = _cut(scales, [_groups(size) for size in sizes])
+        return [
+            _dequantize(part, steps, exponent)
+            for part, steps in zip(_cut(values, sizes), groups, strict=True)
+        ]
+
+
+class Int4(Int8):
+    """As int8, with two levels in a byte."""
+
+    name = "int4"
+    levels = 7
+
+    def layout(self, sizes: Sequence[int]) -> Layout:
+        return super().layout(sizes) | {"values": ("U8", ((sum(sizes) + 1) // 2,))}
+
+    def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
+        wire = super().encode(tensors, exponent)
+        return wire | {"values": _pack_nibbles(wire["values"])}
+
+    def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
+        values = _unpack_nibbles(wire["values"], sum(sizes))
+        return super().decode(wire | {"values": values}, sizes, exponent)
+
+
+METHODS: dict[str, Compression] = {
+    method.name: method for method in (NoCompression(), Float16(), Int8(), Int4())
+}
+
+
+def require_method(name: str) -> str:
+    """Refuse a name that is not in the table."""
+    if name not in METHODS:
+        raise ValueError(f"compression is one of {', '.join(METHODS)}; {name[:40]!r} is unknown")
+    return name
+
+
+Method = Annotated[str, AfterValidator(require_method)]  # a name in the table
+
+
+@dataclass(frozen=True)
+class UpdateTensors:
+    """The content of a payload: a delta, or (absolute) the new weights."""
+
+    tensors: Tensors
+    absolute: bool
+
+
+def compress(
+    delta: Mapping[str, Array], residual: Mapping[str, Array] | None, method: Method
+) -> tuple[bytes, Tensors]:
+    """(payload, new residual). Keep the new residual only if the update was accepted.
+
+    None and an empty residual both mean that there is none yet.
+    """
+    return _write_payload("delta", _with_residual(delta, residual), METHODS[method])
+
+
+def compress_weights(weights: Mapping[str, Array], method: Method = "none") -> bytes:
+    """A payload with the new weights themselves, for an exact method.
+
+    base + (new - base) is not always new, so only this keeps every bit.
+    """
+    if not METHODS[method].exact:
+        raise Refused(Code.MALFORMED, f"{method} does not keep every bit of weights")
+    return _write_payload("weights", _with_residual(weights, None), METHODS[method])[0]
+
+
+def decompress(
+    payload: bytes,
+    schema: Schema,
+    limits: TensorLimits = DEFAULT_LIMITS,
+    method: Method | None = None,
+) -> Tensors:
+    """The delta in a payload; weights are refused."""
+    update = open_update(payload, schema, limits, method)
+    if update.absolute:
+        raise Refused(Code.MALFORMED, "the payload holds weights, not a delta")
+    return update.tensors
+
+
+def open_update(
+    payload: bytes,
+    schema: Schema,
+    limits: TensorLimits = DEFAULT_LIMITS,
+    method: Method | None = None,
+) -> UpdateTensors:
+    """The content of a payload that holds exactly the schema's tensors, by the given method."""
+    _require_float32(schema)
+    if len(payload) > limits.payload_bytes:
+        raise Refused(
+            Code.TOO_LARGE, f"a payload of {len(payload)} bytes, {limits.payload_bytes} are allowed"
+        )
+    cap = max(_raw_cap(schema, name) for name in ([method] if method else METHODS))
+    raw = _inflate(payload, min(cap, limits.raw_bytes))
+    layout, note = read_header(raw, limits)
+    kind, found, exponent = _read_note(note, schema, method)
+    require_layout(layout, wire_schema(schema, found.name))
+    wire = read_tensors(raw)
+    check_finite(wire)
+    names = sorted(schema)
+    parts = found.decode(wire, [schema[name].size for name in names], exponent)
+    tensors = {
+        name: part.reshape(schema[name].shape) for name, part in zip(names, parts, strict=True)
+    }
+    return UpdateTensors(tensors, absolute=kind == "weights")
+
+
+def wire_schema(schema: Schema, method: Method) -> Layout:
+    """The tensors that a payload of this method holds, in the order of the sorted names."""
+    return METHODS[method].layout([schema[name].size for name in sorted(schema)])
+
+
+def payload_cap(schema: Schema, method: Method) -> int:
+    """The longest payload that an honest worker can send.
+
+    zstd makes bytes that it cannot compress longer by less than 1 %.
+    """
+    cap = _raw_cap(schema, method)
+    return cap + cap // 128 + 1024
+
+
+def _raw_cap(schema: Schema, method: Method) -> int:
+    return layout_bytes(wire_schema(schema, method))
+
+
+def _write_payload(kind: str, total: Tensors, method: Compression) -> tuple[bytes, Tensors]:
+    """(payload, what it lacks)."""
+    names = sorted(total)
+    flat = [total[name].reshape(-1) for name in names]
+    exponent = method.exponent(_peak(total))
+    wire = method.encode(flat, exponent)
+    raw = pack(wire, f"{kind} 1 {method.name} {exponent} {schema_hash(schema_of(total))}")
+    payload = zstd.compress(raw, options={zstd.CompressionParameter.compression_level: 1})
+    if method.exact:
+        return payload, {}
+    parts = method.decode(wire, [x.size for x in flat], exponent)
+    left: Tensors = {
+        name: total[name] - part.reshape(total[name].shape)
+        for name, part in zip(names, parts, strict=True)
+    }
+    return payload, left
+
+
+def _with_residual(delta: Mapping[str, Array], residual: Mapping[str, Array] | None) -> Tensors:
+    schema = schema_of(delta)
+    _require_float32(schema)
+    if residual and schema_of(residual) != schema:
+        raise Refused(Code.WRONG_SHAPE, "the residual is not of the same tensors as the delta")
+    total = (
+        {name: np.asarray(t + residual[name]) for name, t in delta.items()}
+        if residual
+        else dict(delta)
+    )
+    check_finite(total)
+    return total
+
+
+def _require_float32(schema: Schema) -> None:
+    odd = next((name for name, spec in schema.items() if spec.dtype != "float32"), None)
+    if odd is not None:
+        raise Refused(
+            Code.WRONG_SHAPE, f"tensor {odd!r} of a delta is {schema[odd].dtype}, not float32"
+        )
+
+
+def _peak(tensors: Mapping[str, Array]) -> float:
+    return max((float(np.abs(t).max(initial=0)) for t in tensors.values()), default=0.0)
+
+
+def _join(parts: Sequence[Array], dtype: str) -> Array:
+    return np.concatenate([np.zeros(0, dtype), *parts])
+
+
+def _cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
+    ends = np.cumsum([0, *sizes])
+    return [joined[start:end] for start, end in pairwise(ends)]
+
+
+def _groups(size: int) -> int:
+    return -(-size // GROUP)
+
+
+def _quantize(x: Array, levels: int, exponent: int) -> tuple[Array, Array]:
+    """(levels, scales) of one flat tensor. float64 finds the nearest level without rounding."""
+    groups = np.zeros((_groups(x.size), GROUP), np.float64)
+    groups.reshape(-1)[: x.size] = x
+    exact = np.ldexp(np.abs(groups).max(axis=1, initial=0) / levels, -exponent)
+    scales = exact.astype("<f2")
+    # Rounded up, so that no level lies beyond the last.
+    scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
+    steps = np.ldexp(scales.astype(np.float64), exponent)
+    nearest = np.rint(groups / np.where(steps == 0, 1, steps)[:, None])
+    return nearest.astype(np.int8).reshape(-1)[: x.size], scales
+
+
+def _dequantize(values: Array, scales: Array, exponent: int) -> Array:
+    """One flat tensor in float32; exact, as a level has 7 bits and a scale 11."""
+    out = values.astype(np.float32)
+    steps = np.ldexp(scales.astype(np.float32), exponent)
+    whole = out.size - out.size % GROUP
+    out[:whole].reshape(-1, GROUP)[...] *= steps[: whole // GROUP, None]
+    out[whole:] *= steps[whole // GROUP :]  # the last group is short, or there is none
+    return out
+
+
+def _pack_nibbles(levels: Array) -> Array:
+    """Level + 8 (1 to 15) in four bits, the first of two in the low half.
+
+    An odd number of levels is padded with level 0.
+    """
+    codes = np.full(levels.size + levels.size % 2, 8, np.uint8)
+    codes[: levels.size] = levels + 8
+    return codes[0::2] | (codes[1::2] << 4)
+
+
+def _unpack_nibbles(packed: Array, size: int) -> Array:
+    codes = np.empty(2 * packed.size, np.int8)
+    codes[0::2] = packed & 15
+    codes[1::2] = packed >> 4
+    if (codes == 0).any() or (size % 2 and codes[-1] != 8):
+        raise Refused(
+            Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15"
+        )
+    return codes[:size] - np.int8(8)
+
+
+def _read_note(
+    note: str, schema: Schema, method: Method | None
+) -> tuple[Literal["delta", "weights"], Compression, int]:
+    """(kind, method, exponent) that a payload announces for these tensors."""
+    match = _NOTE.fullmatch(note)
+    if match is None or match[2] not in METHODS:
+        raise Refused(Code.MALFORMED, f"the payload calls itself {note[:60]!r}, not an update")
+    found, exponent = METHODS[match[2]], int(match[3])
+    if method is not None and found.name != method:
+        raise Refused(
+            Code.MALFORMED, f"the task asks for compression {method}, the payload uses {found.name}"
+        )
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (found.exact and exponent):
+        raise Refused(Code.NOT_FINITE, f"the exponent {exponent} is out of range")
+    if match[4] != (expected := schema_hash(schema)):
+        raise Refused(
+            Code.WRONG_SHAPE,
+            f"the payload is of the tensors {match[4][:12]}..., the block has {expected[:12]}...",
+        )
+    if match[1] == "weights":
+        if not found.exact:
+            raise Refused(Code.MALFORMED, "weights are never quantised")
+        return "weights", found, exponent
+    return "delta", found, exponent
+
+
+def _inflate(payload: bytes, cap: int) -> bytes:
+    """One whole zstd frame. Reading stops after `cap` + 1 bytes."""
+    reader = zstd.ZstdDecompressor(
+        options={zstd.DecompressionParameter.window_log_max: WINDOW_LOG_MAX}
+    )
+    try:
+        raw = reader.decompress(payload, max_length=cap + 1)
+    except zstd.ZstdError as error:
+        raise Refused(Code.MALFORMED, f"the payload is not a zstd frame ({error})") from None
+    if len(raw) > cap:
+        raise Refused(Code.TOO_LARGE, f"the payload unpacks to more than {cap} bytes")
+    if not reader.eof or reader.unused_data:
+        raise Refused(Code.MALFORMED, "the payload is cut off, or something follows its zstd frame")
+    return raw
