@@ -105,6 +105,11 @@ class JobBars:
         )
 
 
+def warn(sentence: str) -> None:
+    """A problem that the user should know about and that stops nothing."""
+    console.print(f"[yellow]{escape(sentence)}[/]", highlight=False)
+
+
 def perplexity(nats: float) -> float:
     """Of a cross entropy; infinite where no float holds it, as after a training that ran away."""
     return math.exp(nats) if nats < 700 else math.inf

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import torch
 
-from blocktrain.cli.serve import Post
+from blocktrain.cli.serve import StageFlags
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.coordinator.stages import Stages
 from blocktrain.errors import ConfigError, Unreachable
@@ -162,4 +162,4 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
 
 def test_a_stage_announces_an_address_that_can_be_dialled(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nobody can dial"):
-        Post("0.0.0.0:8481", tmp_path / "key", announce="http://127.0.0.1:8470").parse()
+        StageFlags("0.0.0.0:8481", tmp_path / "key", announce="http://127.0.0.1:8470").parse()

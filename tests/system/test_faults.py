@@ -22,9 +22,9 @@ import pytest
 
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import Folder
-from blocktrain.cli.app import evaluate
-from blocktrain.cli.together import audit as audit_command
-from blocktrain.cli.together import pull
+from blocktrain.cli.run import audit as audit_command
+from blocktrain.cli.run import pull
+from blocktrain.cli.train import evaluate
 from blocktrain.coordinator.calls import open_coordinator
 from blocktrain.coordinator.server import Listen, Server, running
 from blocktrain.errors import StorageFailed, Unreachable

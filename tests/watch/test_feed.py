@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from blocktrain.cli.coordinator import EventLines
 from blocktrain.coordinator import http as http_api
 from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.server import Listen, running
@@ -21,7 +22,6 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch import stream as watch_api
-from blocktrain.watch.console import Watch
 from blocktrain.watch.feed import EVENTS, MAX_BEHIND, MAX_HISTORY, Feed, History, Listener
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
@@ -358,7 +358,7 @@ def test_a_disk_without_room_for_events_stops_nothing(
     with beginning(tmp_path) as coordinator:
         listener = Listener()
         coordinator.feed.listen(listener)
-        watch = Watch(coordinator)
+        lines = EventLines(coordinator)
         worker = FakeWorker(LocalClient(coordinator))
         assert worker.send(worker.joined()).receipt.accepted
         assert [event.kind for event in listener.take()] == [
@@ -370,7 +370,7 @@ def test_a_disk_without_room_for_events_stops_nothing(
         ]
         assert coordinator.feed.dropped >= 5 and "the run goes on" in coordinator.feed.problem
         for _ in range(3):
-            watch.tell()
+            lines.print_new()
         said = capsys.readouterr().err
         assert said.replace("\n", " ").count("the run goes on") == 1
         assert (

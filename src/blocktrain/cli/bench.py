@@ -81,7 +81,7 @@ def step(
 
 
 @dataclass(frozen=True)
-class Distance:
+class LinkFlags:
     """Where the workers of a bench are."""
 
     hosts: Annotated[
@@ -101,7 +101,7 @@ def transport(
         Parameter(consume_multiple=True),
     ]
     | None = None,
-    distance: Annotated[Distance | None, Parameter(name="*")] = None,
+    distance: Annotated[LinkFlags | None, Parameter(name="*")] = None,
     data: str | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -130,7 +130,7 @@ def transport(
 
     data = data or ("wikitext2" if scale == "standard" else "stdlib")
     folder = out or Path("results") / f"transport-{scale}-{Path(data).stem}"
-    far = distance or Distance()
+    far = distance or LinkFlags()
     seeds = (seed, seed + 1, seed + 2)
     link = Link(far.rtt_ms, mbit=far.mbit, seed=seed)
     options = TransportOptions(
@@ -175,7 +175,7 @@ def coordinator(
 
 
 @dataclass(frozen=True)
-class Route:
+class HostFlags:
     """Where the hosts that serve are."""
 
     hosts: Annotated[int, at_least(2), Parameter(help="Hosts, the entry's among them.")] = 3
@@ -200,7 +200,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Large:
+class ShapeFlags:
     """A model in its logical shape only."""
 
     shape: Annotated[
@@ -215,8 +215,8 @@ class Large:
 def serving(
     *,
     run: Path | None = None,
-    distance: Annotated[Route | None, Parameter(name="*")] = None,
-    large: Annotated[Large | None, Parameter(name="*")] = None,
+    distance: Annotated[HostFlags | None, Parameter(name="*")] = None,
+    large: Annotated[ShapeFlags | None, Parameter(name="*")] = None,
     scale: Literal["tiny", "standard"] = "standard",
     data: str | None = None,
     seed: int = 0,
@@ -246,7 +246,7 @@ def serving(
     from blocktrain.bench.serving.report import serving as measure_serving
     from blocktrain.bench.serving.serving import ServingOptions
 
-    far, shape = distance or Route(), large or Large()
+    far, shape = distance or HostFlags(), large or ShapeFlags()
     round_trips = far.round_trips()
     if shape.shape:
         link = Link(
@@ -317,6 +317,3 @@ def _corpus(run: Path | None, data: str | None) -> str | None:
     from blocktrain.runs.folder import read_manifest
 
     return read_manifest(run).data if data is None and run else data
-
-
-MEASURES = (quality, memory, step, transport, coordinator, serving, failover)

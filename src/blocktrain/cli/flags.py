@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 from cyclopts import (
@@ -71,6 +72,13 @@ Token = Annotated[
         env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN)."
     ),
 ]
+Ca = Annotated[
+    Path | None,
+    Parameter(
+        help="Certificate (PEM) that signed the coordinator's own, if it is not a public one."
+    ),
+]
+Yes = Annotated[bool, Parameter(negative=())]
 Json = Annotated[
     bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())
 ]
@@ -101,7 +109,7 @@ def _number(kind: type, tokens: Sequence[Word]) -> float:
         raise ValueError("must be a whole number" if kind is int else "must be a number") from None
 
 
-def refused(error: CycloptsError) -> str:
+def explain(error: CycloptsError) -> str:
     """What is wrong with a command line, as one sentence."""
     cause = error.__cause__
     if isinstance(cause, ValidationError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.cli.flags import Json, Token, at_least
+from blocktrain.cli.flags import Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from blocktrain.web.server import Where
 
 ASK_SECONDS = 5.0  # that a coordinator has to answer
-Yes = Annotated[bool, Parameter(negative=())]
 
 
 @dataclass(frozen=True)
-class Door:
+class ApiFlags:
     """Where `serve` listens, to whom, and to how many."""
 
     listen: Annotated[
@@ -83,7 +82,7 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswerFlags:
     """How `serve` writes what does not say how."""
 
     mode: Annotated[
@@ -130,7 +129,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Hosts:
+class RouteFlags:
     """The stages that `serve` asks, and how."""
 
     route: Annotated[
@@ -207,9 +206,9 @@ def _trusting(ca: Path | None) -> ssl.SSLContext | None:
 def serve(
     run: Path,
     *,
-    hosts: Annotated[Hosts | None, Parameter(name="*")] = None,
-    door: Annotated[Door | None, Parameter(name="*")] = None,
-    answers: Annotated[Answers | None, Parameter(name="*")] = None,
+    hosts: Annotated[RouteFlags | None, Parameter(name="*")] = None,
+    api: Annotated[ApiFlags | None, Parameter(name="*")] = None,
+    answers: Annotated[AnswerFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
@@ -229,13 +228,13 @@ def serve(
     """
     from blocktrain.web.server import run_loop
 
-    hosts, door, answers = hosts or Hosts(), door or Door(), answers or Answers()
-    listen = door.parse()
+    hosts, api, answers = hosts or RouteFlags(), api or ApiFlags(), answers or AnswerFlags()
+    listen = api.parse()
 
     async def serving() -> None:
         entry = hosts.entry(run, reference=reference, threads=threads)
         try:
-            rules = door.rules(run.resolve().name, answers.defaults(entry))
+            rules = api.rules(run.resolve().name, answers.defaults(entry))
             await _serve(entry, rules, listen, lambda url: _announce(url, rules.model, json_))
         finally:
             await entry.aclose()
@@ -273,7 +272,7 @@ def _announce(url: str, model: str, json_: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Post:
+class StageFlags:
     """Where a stage listens, and to whom."""
 
     listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = (
@@ -338,7 +337,7 @@ def stage(
     run: Path,
     *,
     blocks: str = "",
-    post: Annotated[Post | None, Parameter(name="*")] = None,
+    post: Annotated[StageFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
@@ -358,7 +357,7 @@ def stage(
     threads
         Cores that compute here.
     """
-    post = post or Post()
+    post = post or StageFlags()
     host, port = post.parse()  # first: to import torch takes a while
 
     import torch

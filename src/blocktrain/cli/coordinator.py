@@ -1,0 +1,307 @@
+"""`blocktrain coordinator`: start a run or continue it, and print what happens."""
+
+from __future__ import annotations
+
+import gc
+import json
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from urllib.parse import quote
+
+from cyclopts import Parameter
+
+from blocktrain.cli.environment import cache_folder, data_folder, new_run_folder
+from blocktrain.cli.flags import Coordination, Json, Settings, Token, at_least, given
+from blocktrain.config import Config, make_config, read_settings
+from blocktrain.coordinator.policy import Policy, make_policy
+from blocktrain.errors import ConfigError
+from blocktrain.files import write_atomic
+from blocktrain.serving.line.address import is_loopback, parse_address
+
+if TYPE_CHECKING:
+    from blocktrain.coordinator.calls import Coordinator
+    from blocktrain.coordinator.server import Server
+    from blocktrain.watch.feed import Listener
+
+# A merge may hold the interpreter this long while a request waits; it yields many times.
+SWITCH_SECONDS = 0.0005
+LAST_SCORE_SECONDS = 60.0  # --exit waits this long for the scores of the last versions
+
+
+@dataclass(frozen=True)
+class ListenFlags:
+    """Where a coordinator listens, and to whom."""
+
+    listen: Annotated[str, Parameter(help="Address and port; port 0 takes a free one.")] = (
+        "127.0.0.1:8470"
+    )
+    token: Token = ""
+    open: Annotated[
+        bool,
+        Parameter(
+            help="Listen beyond this machine without a token: anyone who finds it may join.",
+            negative=(),
+        ),
+    ] = False
+    tls: Annotated[
+        tuple[Path, Path] | None,
+        Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
+    ] = None
+
+    def parse(self) -> tuple[str, int]:
+        """Host and port; an address that strangers can reach needs a token."""
+        host, port = parse_address(self.listen)
+        if not self.token and not self.open and not is_loopback(host):
+            raise ConfigError(
+                f"{host} can be reached from other machines: "
+                "give --token SECRET (or --open to let anyone join)"
+            )
+        return host, port
+
+
+@dataclass(frozen=True)
+class CoordinatorFlags:
+    """What a coordinator does beside the run; it may differ at every start."""
+
+    exit: Annotated[
+        bool,
+        Parameter(
+            help="Leave when the run is finished, instead of staying for `pull` and `status`.",
+            negative=(),
+        ),
+    ] = False
+    score_bytes: Annotated[
+        int,
+        at_least(0),
+        Parameter(
+            help="Bytes of the valid part on which a second process scores new versions; "
+            "0 switches that off."
+        ),
+    ] = 65536
+
+
+class RunSettings(NamedTuple):
+    """What the command line and the settings file say about the run."""
+
+    config: Config
+    policy: Policy
+    data: str
+
+
+def coordinator(
+    *,
+    data: str | None = None,
+    out: Path | None = None,
+    address: Annotated[ListenFlags | None, Parameter(name="*")] = None,
+    config: Path | None = None,
+    flags: Annotated[CoordinatorFlags | None, Parameter(name="*")] = None,
+    settings: Settings = None,
+    coordination: Coordination = None,
+    json_: Json = False,
+) -> None:
+    """Coordinate a run: hand out tasks, merge updates, publish versions. It needs no GPU.
+
+    Workers join with the command that it prints. Everything is in the folder --out: stop it,
+    start it again with the same folder, and the run goes on.
+
+    Parameters
+    ----------
+    data
+        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder.
+        Workers get it from here.
+    out
+        The folder of the run; by default a new one under runs/. One that holds a run is continued.
+    config
+        A TOML file with settings, `data`, and a table [coordination]; flags win over it.
+    """
+    from blocktrain.coordinator.calls import open_coordinator
+    from blocktrain.coordinator.server import Listen, Server
+
+    where = address or ListenFlags()
+    host, port = where.parse()
+    wanted = _run_settings(config, data, given(settings), given(coordination))
+    folder = out or new_run_folder(wanted.data)
+    running = open_coordinator(folder)
+    try:
+        if config or data or given(settings) or given(coordination):
+            _require_same_run(running, wanted, folder)
+        operator = _operator_token(folder)
+        certificate, key = where.tls or (None, None)
+        server = Server(
+            running, Listen(host, port, where.token, operator, certificate=certificate, key=key)
+        )
+        _announce(server.url, folder, where.token, json_)
+        _serve(running, server, wanted, flags or CoordinatorFlags())
+    finally:
+        running.close()
+
+
+def _run_settings(
+    config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]
+) -> RunSettings:
+    from_file, of_run = read_settings(config)
+    corpus = str(of_run.get("data", "stdlib")) if data is None else data
+    coordination = from_file.pop("coordination", {})
+    if not isinstance(coordination, dict):
+        raise ConfigError(f"{config}: [coordination] must be a table of settings")
+    return RunSettings(
+        make_config({**from_file, **settings}), make_policy({**coordination, **policy}), corpus
+    )
+
+
+def _require_same_run(running: Coordinator, wanted: RunSettings, folder: Path) -> None:
+    if running.ready and (running.live.config, running.live.policy) != wanted[:2]:
+        raise ConfigError(
+            f"{folder} holds a run with other settings; "
+            "leave the settings out to continue it, or choose another --out"
+        )
+
+
+def _operator_token(folder: Path) -> str:
+    """Made once and kept in the folder, readable by its owner alone."""
+    path = folder / "operator.token"
+    if not path.exists():
+        write_atomic(path, secrets.token_urlsafe(24).encode())
+        path.chmod(0o600)
+    return path.read_text(encoding="ascii").strip()
+
+
+def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
+    from blocktrain.terminal import console
+
+    with_token = f" --token {shlex.quote(token)}" if token else ""
+    join = f"blocktrain worker {url}{with_token}"
+    page = f"{url}/" + (f"#token={quote(token, safe='')}" if token else "")
+    if json_:
+        print(
+            json.dumps({"url": url, "folder": str(folder), "join": join, "page": page}), flush=True
+        )
+    console.print(
+        f"run folder  {folder}\n"
+        f"join with   {join}\n"
+        f"page        {page}\n"
+        f"watch with  blocktrain status {url} --watch{with_token}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+
+
+def _serve(
+    running: Coordinator, server: Server, wanted: RunSettings, flags: CoordinatorFlags
+) -> None:
+    """Answer at once, prepare the run meanwhile, and print what happens until stopped."""
+    from blocktrain.terminal import warn
+    from blocktrain.watch.scoring import Scorer
+    from blocktrain.web.server import allow_connections
+
+    allow_connections()
+    server.start()
+    scorer = Scorer(running, flags.score_bytes, warn)
+    try:
+        if not running.ready:
+            _prepare(running, *wanted)
+        lines = EventLines(running)
+        gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
+        sys.setswitchinterval(SWITCH_SECONDS)
+        running.live.close_beside()
+        if flags.score_bytes:
+            scorer.start()
+        while server.serves(0.5):
+            if lines.print_new() and flags.exit:
+                # Waiting workers ask once more, and learn that the run is over.
+                time.sleep(2 * running.live.options.poll)
+                scorer.settle(LAST_SCORE_SECONDS)
+                lines.print_new()
+                break
+    except KeyboardInterrupt:
+        pass  # everything is on the disk
+    finally:
+        scorer.close()
+        server.stop()
+    if server.failure is not None:
+        raise server.failure
+
+
+def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:
+    """Make version 0 and the corpus in another process: it needs torch, the coordinator does not."""
+    from blocktrain.runs.preparing import CorpusPlace, prepare_in_process
+
+    with tempfile.TemporaryDirectory(
+        dir=running.live.store.blobs.folder, prefix="prepare-"
+    ) as folder:
+        prepare_in_process(config, CorpusPlace(data, data_folder(), cache_folder()), Path(folder))
+        running.begin(config, policy, data, Path(folder))
+
+
+class EventLines:
+    """Prints a line for every version, worker and score, and for the end of the run."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        from blocktrain.terminal import console
+
+        self._feed = coordinator.feed
+        self._listener = self._listen()
+        self._warned = False
+        live = coordinator.live
+        console.print(
+            f"run {live.run.run[:12]}: {live.config.blocks} blocks, {live.config.steps} steps each",
+            highlight=False,
+        )
+        self._finished = coordinator.finished is not None
+        if coordinator.finished:
+            _print_end(coordinator.finished)
+
+    def _listen(self) -> Listener:
+        from blocktrain.watch.feed import Listener
+
+        listener = Listener(kinds=("worker", "version", "score", "finish"))
+        self._feed.listen(listener)
+        return listener
+
+    def print_new(self) -> bool:
+        """Print what is new; True when the run is finished."""
+        from blocktrain.terminal import console, warn
+
+        if self._listener.gone:  # it was dropped because too much happened at once
+            self._listener = self._listen()
+        for event in self._listener.take():
+            if event.kind != "finish":
+                console.print(_line(event.value), highlight=False)
+            elif not self._finished:
+                self._finished = True
+                _print_end(event.value["reason"])
+        if self._feed.problem and not self._warned:
+            self._warned = True
+            warn(self._feed.problem)
+        return self._finished
+
+
+def _print_end(reason: str) -> None:
+    from blocktrain.terminal import console
+
+    console.print(
+        f"[bold]{reason}[/]; fetch the model with: blocktrain pull URL --out RUN", highlight=False
+    )
+
+
+def _line(event: dict[str, Any]) -> str:
+    """A worker, a version or a score in one line."""
+    from blocktrain.terminal import amount
+
+    if event["kind"] == "worker":
+        device = f" ({event['device']})" if event["state"] == "joined" else ""
+        return f"worker {event['name'] or event['worker'][:12]} {event['state']}{device}"
+    moved = f"{amount(event['bytes_in'])} in, {amount(event['bytes_out'])} out"
+    if event["kind"] == "score":
+        scores = ", ".join(f"{name} {ce:.4f}" for name, ce in event["scores"].items())
+        return f"valid CE {scores} ({moved})"
+    loss = "" if event["loss"] is None else f", loss {event['loss']:.3f}"
+    version = f"block {event['block']} version {event['version']}"
+    return f"{version}: {event['steps']} steps{loss} ({moved})"

@@ -1,0 +1,291 @@
+"""Commands that take part in a run or look at it: from `worker` and `status` to `audit`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from blocktrain.cli.environment import cache_folder, data_folder
+from blocktrain.cli.flags import Ca, Json, Token, Yes
+from blocktrain.errors import ConfigError, Interrupted, RunError
+from blocktrain.serving.line.address import is_loopback, parse_address
+
+if TYPE_CHECKING:
+    from blocktrain.audit.audit import Audit
+    from blocktrain.web.client import Calls, HttpClient
+
+OperatorToken = Annotated[
+    str,
+    Parameter(
+        env_var="BLOCKTRAIN_TOKEN",
+        help="The operator token, from the file operator.token in the coordinator's folder "
+        "(or the environment's BLOCKTRAIN_TOKEN). The join token is not enough.",
+    ),
+]
+
+
+def worker(
+    url: str,
+    *,
+    token: Token = "",
+    device: str = "auto",
+    memory: str = "",
+    name: str = "",
+    cache: Path | None = None,
+    ca: Ca = None,
+    json_: Json = False,
+) -> None:
+    """Join a run and train one of its blocks.
+
+    It only dials out, and may be stopped and started at any time. Ctrl-C finishes the task first;
+    a second Ctrl-C leaves at once. Nothing that was acknowledged is lost either way.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address, as it printed it.
+    device
+        cpu, cuda, cuda:N, mps, or auto (the best there is).
+    memory
+        How much training may use, for example 4GB; a block that needs more is refused.
+    name
+        The name of this machine in `status`.
+    cache
+        Folder for the corpus, weights and the state between tasks; by default ~/.cache/blocktrain.
+    """
+    from blocktrain.worker.command import WorkerOptions, run_worker
+
+    options = WorkerOptions(url, token, device, memory, name, cache or cache_folder(), ca, json_)
+    sys.exit(run_worker(options))
+
+
+def doctor(
+    url: str = "",
+    *,
+    token: Token = "",
+    device: str = "auto",
+    memory: str = "",
+    cache: Path | None = None,
+    ca: Ca = None,
+    data: str = "",
+    json_: Json = False,
+) -> None:
+    """Find out why a worker does not join: check this machine, the network and the run.
+
+    It changes nothing and takes a few seconds. Each line is ok, a warning or a failure, with its
+    fix. The exit code is 2 if a check failed.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address, as it printed it; without it only this machine is checked.
+    device
+        The device that would train: cpu, cuda, cuda:N, mps, or auto (the best there is).
+    memory
+        How much training may use, for example 4GB, as with `blocktrain worker`.
+    cache
+        The worker's folder; by default ~/.cache/blocktrain.
+    data
+        Also compare this corpus (a name or a path on this machine) with the run's.
+    """
+    from blocktrain.worker.doctor.doctor import Patient, show
+
+    patient = Patient(cache or cache_folder(), url, token, device, memory, ca, data, data_folder())
+    if not show(patient, as_json=json_):
+        raise RunError("a check failed; the lines above say how to fix it")
+
+
+def status(
+    url: str, *, watch: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False
+) -> None:
+    """Show blocks, rounds, workers and bytes of a run.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    watch
+        Stay, and show it again every two seconds (with --json: one object a line).
+    """
+    from blocktrain.cli.status import show_status
+
+    client = _client(url, token, ca)
+    try:
+        show_status(client, watch=watch, as_json=json_)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped watching") from None
+    finally:
+        client.close()
+
+
+def kick(
+    url: str, worker: str, *, token: OperatorToken = "", reason: str = "", ca: Ca = None
+) -> None:
+    """Remove a worker from a run: its open tasks are free at once, and its key cannot join again.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    worker
+        The worker's id or the beginning of it, as `status` shows it, or its whole name.
+    reason
+        Why; the ledger keeps it.
+    """
+    client = _client(url, token, ca)
+    try:
+        print(f"kicked {_kick(client, worker, reason)}")
+    finally:
+        client.close()
+
+
+def _kick(client: Calls, worker: str, reason: str) -> str:
+    """Kick the one worker whose id begins like this, or that has this name."""
+    from blocktrain.protocol.messages import Kick
+
+    workers = client.status().workers
+    found = [
+        w.worker for w in workers if w.worker.startswith(worker) or (w.name and w.name == worker)
+    ]
+    if len(found) != 1:
+        known = ", ".join(w.worker[:12] for w in workers) or "none"
+        raise ConfigError(f"{len(found)} workers are called {worker!r}; known: {known}")
+    client.kick(Kick(worker=found[0], reason=reason))
+    return found[0]
+
+
+def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
+    """Fetch the composed model of a run, running or finished, for `evaluate` and `generate`.
+
+    Parameters
+    ----------
+    url
+        The coordinator's address.
+    out
+        The run folder to make.
+    """
+    from blocktrain.runs.pull import pull as pull_run
+    from blocktrain.terminal import console
+
+    client = _client(url, token, ca)
+    try:
+        chosen = pull_run(client, out, told=lambda what: console.print(f"[dim]{what}[/]"))
+    finally:
+        client.close()
+    if json_:
+        print(json.dumps({"run": str(out), "versions": chosen.summary}))
+        return
+    made = ", ".join(f"{name} version {version}" for name, version in chosen.summary.items())
+    folder = shlex.quote(str(out))
+    console.print(
+        f"{made}\nevaluate   blocktrain evaluate {folder}\n"
+        f"write      blocktrain generate {folder} --prompt 'The '",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def audit(
+    where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False
+) -> None:
+    """Recompute every version of a run from its public record.
+
+    Finds updates that were lost, counted twice or never sent.
+
+    Parameters
+    ----------
+    where
+        A coordinator's folder (also while it runs) or its address.
+    retrain
+        Also train every update again, on one thread: takes as long as the workers took together.
+    """
+    from blocktrain.audit.audit import audit as audit_run
+    from blocktrain.audit.evidence import Folder, Remote
+    from blocktrain.terminal import bar
+    from blocktrain.web.client import HttpClient
+
+    remote = where.startswith(("http://", "https://"))
+    with bar("audit") as progress, tempfile.TemporaryDirectory(prefix="blocktrain-audit-") as kept:
+        evidence = (
+            Remote(HttpClient(where, token, ca=ca), Path(kept)) if remote else Folder(Path(where))
+        )
+        report = audit_run(
+            evidence,
+            retrain=retrain,
+            progress=lambda _, done, total: progress(done / max(total, 1)),
+        )
+    if json_:
+        print(json.dumps(report.as_dict()))
+    else:
+        _show_audit(report, retrain)
+    if not report.ok:
+        raise RunError("the audit found something; see above")
+
+
+def _show_audit(report: Audit, retrain: bool) -> None:
+    from blocktrain.terminal import console
+
+    for finding in report.findings:
+        console.print(
+            f"[red]{finding.name}[/] entry {finding.entry}: {finding.sentence}", highlight=False
+        )
+    console.print(
+        f"{'all is well' if report.ok else f'{len(report.findings)} findings'}: "
+        f"{report.entries} entries, {report.versions} versions recomputed, "
+        f"{report.updates} updates ({report.pending} not merged yet)",
+        highlight=False,
+    )
+    if retrain:
+        console.print(
+            f"{report.retrained} updates trained again to the same bytes", highlight=False
+        )
+
+
+def replay(where: Path, *, listen: str = "127.0.0.1:0", json_: Json = False) -> None:
+    """Look at a run again: serve its event log and the page on this machine, without a coordinator.
+
+    Parameters
+    ----------
+    where
+        A coordinator's folder (also while it runs), or an events.jsonl.
+    listen
+        Address and port on this machine; port 0 takes a free one.
+    """
+    from blocktrain.terminal import console
+    from blocktrain.watch.stream import find_log, replay_app
+    from blocktrain.web.server import AppServer, Where
+
+    host, port = parse_address(listen)
+    if not is_loopback(host):
+        raise ConfigError(
+            f"--listen {listen!r}: a replay answers on this machine only; "
+            "from another one use ssh -L"
+        )
+    log = find_log(where)
+    server = AppServer(replay_app(log), Where(host, port))
+    if json_:
+        print(json.dumps({"url": server.url, "log": str(log)}), flush=True)
+    console.print(
+        f"events of   {log}\npage        [bold]{server.url}/[/]\nCtrl-C ends it", soft_wrap=True
+    )
+    server.start()
+    try:
+        while server.serves(60):
+            pass
+    except KeyboardInterrupt:
+        raise Interrupted("stopped") from None
+    finally:
+        server.stop()
+
+
+def _client(url: str, token: str, ca: Path | None) -> HttpClient:
+    from blocktrain.web.client import HttpClient
+
+    return HttpClient(url, token, ca=ca)

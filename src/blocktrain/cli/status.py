@@ -1,0 +1,147 @@
+"""The status of a run as tables that fit the terminal, down to 60 columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from blocktrain.errors import Unreachable
+from blocktrain.protocol.status import BlockStatus, Status, WorkerStatus
+from blocktrain.terminal import amount, console
+from blocktrain.web.client import Calls
+
+WATCH_SECONDS = 2.0
+ID_LETTERS = 8  # of a worker's id: enough for `kick`
+NAME_LETTERS = 10  # of a worker's name, in a narrow terminal
+
+
+def show_status(client: Calls, *, watch: bool, as_json: bool) -> None:
+    """Print the status once or, with `watch`, until interrupted."""
+    if as_json:
+        while True:
+            print(client.status().model_dump_json(), flush=True)
+            if not watch:
+                return
+            time.sleep(WATCH_SECONDS)
+    if not watch:
+        console.print(StatusView(client.status()))
+        return
+    with Live(StatusView(client.status()), console=console, auto_refresh=False) as screen:
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                screen.update(StatusView(client.status()), refresh=True)
+            except Unreachable as error:
+                screen.update(Text(str(error)), refresh=True)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table, left out where the terminal is narrower than `least`."""
+
+    title: str
+    cell: Callable[[Any], object]
+    least: int = 0
+    left: bool = False
+
+
+def _loss(row: BlockStatus | WorkerStatus) -> str:
+    return "-" if row.loss is None else f"{row.loss:.3f}"
+
+
+BLOCK_COLUMNS = (
+    Column("block", lambda b: b.block),
+    Column("version", lambda b: b.version),
+    Column("steps", lambda b: b.steps),
+    Column("loss", _loss),
+    Column("updates", lambda b: b.accepted),
+    Column("late", lambda b: b.late),
+    Column("in", lambda b: amount(b.bytes_in)),
+    Column("out", lambda b: amount(b.bytes_out)),
+)
+WORKER_COLUMNS = (
+    Column("worker", lambda w: w.worker[:ID_LETTERS], left=True),
+    Column("name", lambda w: w.name or w.device, left=True),
+    Column("state", lambda w: w.state, left=True),
+    Column("block", lambda w: w.block or "-"),
+    Column("task", lambda w: w.task or "-", least=80),
+    Column("step", lambda w: f"{w.step}/{w.steps}"),
+    Column("loss", _loss),
+    Column("steps/s", lambda w: f"{w.speed:.1f}", least=80),
+    Column("updates", lambda w: w.accepted),
+    Column("seen", lambda w: f"{w.seen_seconds:.0f} s ago", least=100),
+    Column("seen", lambda w: _short_time(w.seen_seconds), least=70),
+)
+
+
+@dataclass(frozen=True)
+class StatusView:
+    """Blocks, open rounds and workers, in the width that there is."""
+
+    status: Status
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        width, status = options.max_width, self.status
+        yield Text("\n".join(self._summary()))
+        yield ""
+        yield _table(status.blocks, BLOCK_COLUMNS, width)
+        for line in self._rounds():
+            yield Text(line, style="dim")
+        yield ""
+        if status.workers:
+            yield _table(status.workers, WORKER_COLUMNS, width)
+        else:
+            yield "no workers yet"
+
+    def _summary(self) -> Iterable[str]:
+        status = self.status
+        yield (
+            f"run {status.run[:12]} {status.state}: {status.rounds} rounds, "
+            f"{status.tokens:,} bytes of text, "
+            f"{amount(status.bytes_in)} in, {amount(status.bytes_out)} out"
+        )
+        if status.refusals:
+            yield "refused: " + ", ".join(f"{n} x {code}" for code, n in status.refusals.items())
+        if status.scores:
+            yield "valid CE: " + ", ".join(f"{n} {ce:.4f}" for n, ce in status.scores.items())
+
+    def _rounds(self) -> Iterable[str]:
+        """Why rounds are open; blocks with the same reason share a line."""
+        blocks: dict[str, list[str]] = {}
+        for block in self.status.blocks:
+            if block.round and block.round.reason:
+                blocks.setdefault(block.round.reason, []).append(str(block.block))
+        for reason, numbers in blocks.items():
+            yield f"round of block {', '.join(numbers)}: {reason}"
+
+
+def _table(rows: Sequence[Any], columns: Sequence[Column], width: int) -> Table:
+    shown: dict[str, Column] = {}
+    for column in columns:
+        if width >= column.least:
+            shown.setdefault(column.title, column)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in shown.values():
+        table.add_column(
+            column.title,
+            justify="left" if column.left else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            max_width=NAME_LETTERS if column.title == "name" and width < 100 else None,
+        )
+    for row in rows:
+        table.add_row(*(Text(str(column.cell(row))) for column in shown.values()))
+    return table
+
+
+def _short_time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,311 @@
+"""Commands for a model on this machine: `train`, `evaluate` and `generate`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from cyclopts import Parameter
+
+from blocktrain.cli.environment import cores, is_pulled, new_run_folder, newest_unfinished, source
+from blocktrain.cli.flags import Json, Settings, Yes, at_least, given
+from blocktrain.config import make_config, read_settings
+from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
+
+if TYPE_CHECKING:
+    from blocktrain.learning.compose import Model
+    from blocktrain.runs.folder import Opened
+
+
+def train(
+    *,
+    data: str | None = None,
+    out: Path | None = None,
+    resume: Yes = False,
+    reference: Yes = False,
+    preset: str | None = None,
+    config: Path | None = None,
+    settings: Settings = None,
+    json_: Json = False,
+) -> None:
+    """Train all blocks of a model on this machine, each in its own process, then the fusion block.
+
+    Ctrl-C saves; --resume continues to the same weights. Ends with a report.html to look at.
+
+    Parameters
+    ----------
+    data
+        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder.
+    out
+        The run folder; by default a new one under runs/.
+    resume
+        Continue the run in --out, or the newest unfinished one under runs/.
+    reference
+        Also train the end-to-end model of the same shape, and report the gap.
+    preset
+        Named settings: "paper" is the method as published.
+    config
+        A TOML file with settings; flags win over it.
+    """
+    flags = TrainFlags(data, preset, config, given(settings), reference)
+    found = _resume(out, flags) if resume else _begin(out, flags)
+    result, page = _train(found)
+    if json_:
+        print(json.dumps(result))
+        return
+    _show_result(result, found.run.folder, page)
+
+
+def _train(found: Opened) -> tuple[dict[str, Any], Path]:
+    """Train, evaluate and report, with progress bars."""
+    from rich.markup import escape
+
+    from blocktrain.runs.folder import block_name
+    from blocktrain.runs.local import train_blocks
+    from blocktrain.runs.report import write_report
+    from blocktrain.runs.results import Plan, complete
+    from blocktrain.terminal import StepBars, bar, console
+
+    run, config, data, reference = found
+    plan = Plan(run, config, source(data), reference=reference, slots=cores())
+    console.print(
+        f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  "
+        f"{config.blocks} blocks, {config.steps} steps each"
+    )
+    try:
+        with StepBars(config.steps) as bars:
+            train_blocks(
+                plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn
+            )
+        with bar("evaluating") as progress:
+            result = complete(plan, progress)
+        return result, write_report(run.folder)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped; everything up to here is saved: continue with --resume"
+        ) from None
+
+
+class TrainFlags(NamedTuple):
+    """What the command line of `train` says about the run."""
+
+    data: str | None
+    preset: str | None
+    config: Path | None
+    settings: dict[str, Any]
+    reference: bool
+
+
+def _begin(out: Path | None, flags: TrainFlags) -> Opened:
+    """Make a new run folder, once settings, device and corpus are known to be good."""
+    from blocktrain.learning.data import absolute
+    from blocktrain.learning.train import pick_device
+    from blocktrain.runs.folder import create_run, open_run
+
+    from_file, of_run = read_settings(flags.config)
+    data = absolute(str(of_run.get("data", "stdlib")) if flags.data is None else flags.data)
+    made = make_config({**from_file, **flags.settings}, flags.preset)
+    pick_device(made.device)
+    source(data).open().require(made.context)
+    reference = of_run.get("reference", False)
+    if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
+        raise ConfigError(
+            f"{flags.config}: reference must be true or false, and data a text "
+            f"(got {reference!r}, {of_run.get('data')!r})"
+        )
+    folder = out or new_run_folder(data)
+    create_run(folder, made, data, reference=reference or flags.reference)
+    return open_run(folder)
+
+
+def _resume(out: Path | None, flags: TrainFlags) -> Opened:
+    """An unfinished run. It keeps its settings, but the reference may be added later."""
+    from blocktrain.learning.data import absolute
+    from blocktrain.runs.folder import open_run, want_reference
+
+    found = open_run(out or newest_unfinished())
+    if is_pulled(found.run.folder):
+        raise RunError(
+            f"{found.run.folder} holds a model and no record of its training (coordinator/): "
+            "there is nothing to resume here"
+        )
+    named = {
+        "data": flags.data and absolute(flags.data),
+        "preset": flags.preset,
+        "config": flags.config,
+        **flags.settings,
+    }
+    kept = {"data": found.data, **found.config.model_dump()}
+    if changed := [name for name, value in named.items() if value not in (None, kept.get(name))]:
+        raise ConfigError(
+            f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; "
+            "start a new run for that"
+        )
+    return want_reference(found) if flags.reference and not found.reference else found
+
+
+def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
+    from blocktrain.terminal import ce_table, console
+
+    console.print(ce_table("valid cross entropy", result["valid_ce"]))
+    if result["gap"] is not None:
+        console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
+    print(result["sample"]["prompt"] + result["sample"]["text"])
+    more = f"blocktrain generate {shlex.quote(str(folder))} --prompt 'def '"
+    console.print(f"\nreport     {page}\nmore text  {more}", highlight=False, markup=False)
+
+
+def evaluate(
+    run: Path,
+    *,
+    data: str | None = None,
+    draws: Annotated[int, at_least(1)] = 8,
+    device: str = "cpu",
+    json_: Json = False,
+) -> None:
+    """Cross entropy of a trained run on its valid split.
+
+    Of the composed model and of each block; of the paper's path and the reference if the run has
+    them.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    data
+        Corpus to evaluate on; by default the one the run was trained on.
+    draws
+        Noise draws of the Monte-Carlo marginal of the Euler path.
+    device
+        cpu, cuda, cuda:N, mps or auto.
+    """
+    from rich.markup import escape
+
+    from blocktrain.learning.train import pick_device
+    from blocktrain.runs.folder import load_model, read_manifest
+    from blocktrain.runs.results import evaluate_run
+    from blocktrain.terminal import bar, ce_table, console
+
+    model = load_model(run, pick_device(device))
+    try:
+        corpus = source(read_manifest(run).data if data is None else data).open()
+    except CorpusError as error:
+        raise (
+            error if data is not None else CorpusError(f"{error}; name another text with --data")
+        ) from None
+    corpus.require(model.config.context, "valid", advice="use a longer text")
+    with bar("evaluating") as progress:
+        ce = evaluate_run(run, model, corpus.valid, draws=draws, progress=progress)
+    if json_:
+        models = {name: _units(nats) for name, nats in ce.items()}
+        print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": models}))
+        return
+    console.print(ce_table(escape(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes"), ce))
+    if "euler" not in ce:
+        console.print(
+            "[dim]no Euler rows: the blocks were trained with objective=next "
+            "and read no noised target[/]"
+        )
+
+
+def _units(nats: float) -> dict[str, float | None]:
+    """A cross entropy in all units; JSON has no infinity, so null stands for it."""
+    from blocktrain.terminal import perplexity
+
+    units = {
+        "nats_per_byte": nats,
+        "bits_per_byte": nats / math.log(2),
+        "perplexity": perplexity(nats),
+    }
+    return {name: value if math.isfinite(value) else None for name, value in units.items()}
+
+
+class TextFlags(NamedTuple):
+    """How `generate` writes."""
+
+    mode: str
+    sweeps: int
+    draft: str
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+def generate(
+    run: Path,
+    *,
+    prompt: Annotated[str, Parameter(show_default=lambda _: "a line break")] = "\n",
+    mode: Literal["autoregressive", "sweep"] = "autoregressive",
+    sweeps: Annotated[int, at_least(1)] = 1,
+    draft: Literal["first-block", "none"] = "first-block",
+    max_tokens: Annotated[int, at_least(1)] = 256,
+    temperature: Annotated[float, at_least(0)] = 0.8,
+    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0,
+) -> None:
+    """Write text after a prompt, streaming to the terminal. The same seed gives the same bytes.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    prompt
+        Text to continue.
+    mode
+        autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text;
+        each traversal keeps what is right, corrects the first wrong byte, and drafts the rest anew.
+    sweeps
+        Traversals per window of mode sweep; more come closer to the autoregressive answer.
+    draft
+        What mode sweep starts from: the first block's own text, or pure noise (models trained
+        with a tail).
+    max_tokens
+        Bytes to write.
+    temperature
+        0 takes the likeliest byte; 1 samples from the model as it is.
+    seed
+        Seed of the sampling.
+    """
+    if mode == "autoregressive" and (draft != "first-block" or sweeps != 1):
+        raise ConfigError(
+            "--sweeps and --draft are for --mode sweep: "
+            "autoregressive text has one traversal per byte and no draft"
+        )
+    flags = TextFlags(mode, sweeps, draft, max_tokens, temperature, seed)
+    _write_text(run, os.fsencode(prompt) or b"\n", flags)
+
+
+def _write_text(run: Path, prompt: bytes, flags: TextFlags) -> None:
+    import torch
+
+    from blocktrain.learning.train import one_thread
+    from blocktrain.runs.folder import load_model
+
+    model = load_model(run, torch.device("cpu"))
+    sys.stdout.buffer.write(prompt)
+    with one_thread():  # on more, a byte's bits depend on how many others are computed with it
+        for byte in _text(model, prompt, flags):
+            sys.stdout.buffer.write(bytes([byte]))
+            sys.stdout.buffer.flush()
+    sys.stdout.buffer.write(b"\n")
+
+
+def _text(model: Model, prompt: bytes, flags: TextFlags) -> Iterator[int]:
+    """The tokens after the prompt, one by one."""
+    from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
+
+    context, device = model.config.context, model.device
+    sampler = Sampler(flags.seed, flags.temperature)
+    if flags.mode == "sweep" and flags.draft == "none":
+        return sweep_from_noise(model, prompt, flags.max_tokens, sampler, flags.sweeps)
+    scorer = model.scorer(seed=flags.seed)
+    if flags.mode == "autoregressive":
+        return autoregressive(scorer, prompt, flags.max_tokens, context, sampler, device)
+    return sweep(
+        scorer, model.drafter(), prompt, flags.max_tokens, context, sampler, flags.sweeps, device
+    )
