@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # Half as many again as there are cores: much of what is tested waits for processes and sockets.
 TESTERS = $(shell $(VENV)/bin/python -c "from blocktrain.cli.environment import cores; print(cores() * 3 // 2)")
 
-.PHONY: install browser train test lint clean
+.PHONY: install browser train test lint docs clean
 
 install: $(STAMP)
 
@@ -34,6 +34,11 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The documentation as a site; `mkdocs serve` shows it while you write.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,13 +1,20 @@
-"""Every command in README and docs is run, long ones at tiny scale, in the order in which a reader meets them."""
+"""Every command in README and docs is run, long ones at tiny scale.
+
+Commands that need nothing from each other run at the same time: most of their time is spent on
+starting, and on waiting for each other's processes.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,27 +23,22 @@ from support.command import blocktrain, start
 from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TINY = [
-    "--layers-per-block",
-    "1",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--context",
-    "16",
-    "--batch",
-    "2",
-    "--steps",
-    "4",
-]
-ROOMS_SHOWN = ("blocktrain", "learning", "coordination")  # with every file
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TINY = shlex.split(
+    "--layers-per-block 1 --width 16 --heads 2 --context 16 --batch 2 --steps 4"
+)  # and short text
 ADDRESS = "http://127.0.0.1:8470"  # what the documents say; the test takes a free port
-TINY_BENCH: dict[str, list[str]] = {"memory": [], "step": ["--repeats", "3"]}
+FIRST = "runs/001-stdlib"  # what `make train` leaves
+AT_ONCE = 3
+SHORT_BENCHES: dict[str, list[str]] = {
+    "memory": [],
+    "step": ["--repeats", "3"],
+}  # the others have tests of their own
+ALONE = ("train", "evaluate", "generate", "doctor", "bench")
+TOGETHER = ("coordinator", "worker", "status", "doctor", "kick", "pull", "evaluate", "audit")
 
 
-def commands(page: Path) -> list[str]:
+def lines_of(page: Path) -> list[str]:
     """The lines of all shell blocks of a page, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [
@@ -47,173 +49,191 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-def shrunk(arguments: list[str]) -> list[str]:
-    """The same command on less: fewer steps of a smaller model on shorter text."""
-    arguments = ["my-notes.txt" if a == "stdlib" else a for a in arguments]
-    if arguments[0] == "train" and "--help" not in arguments and "--resume" not in arguments:
-        kept = [
-            a for i, a in enumerate(arguments) if a != "--steps" and arguments[i - 1] != "--steps"
-        ]
-        return [*kept, *TINY, *([] if "--data" in kept else ["--data", "my-notes.txt"])]
-    if arguments[0] == "generate":
-        return [*arguments, "--max-tokens", "8"]
-    if arguments[0] == "bench":
-        return [*arguments, *TINY_BENCH[arguments[1]]]
-    return arguments
+LINES = list(dict.fromkeys(line for page in PAGES for line in lines_of(page)))
+COMMANDS = [shlex.split(line)[1:] for line in LINES if line.startswith("blocktrain ")]
 
 
-class Network:
-    """The coordinator that the documents start, and what they call it."""
-
-    def __init__(self, desk: Path) -> None:
-        self.desk = desk
-        self.process: subprocess.Popen[str] | None = None
-        self.url = self.folder = ""
-        self.started: list[subprocess.Popen[str]] = []
-        self.staying: list[subprocess.Popen[str]] = []
-        self.stages: dict[str, str] = {}
-
-    def start(self, arguments: list[str]) -> None:
-        """In the background, small, on a free port."""
-        words = [*arguments, *TINY, "--data", "my-notes.txt", "--listen", "127.0.0.1:0", "--json"]
-        self.process = start(*words, cwd=self.desk)
-        self.started.append(self.process)
-        assert self.process.stdout is not None
-        said = json.loads(self.process.stdout.readline())
-        self.url, self.folder = said["url"], said["folder"]
-
-    def real(self, arguments: list[str]) -> list[str]:
-        """The words that stand for something in the documents, replaced by it."""
-        known = {ADDRESS: self.url}
-        if arguments[0] == "kick":
-            status = json.loads(blocktrain("status", self.url, "--json", cwd=self.desk).stdout)
-            token = (self.desk / self.folder / "operator.token").read_text()
-            known |= {"WORKER": status["workers"][0]["worker"], "OPERATOR": token}
-        return [known.get(a, a) for a in arguments]
-
-    def watch(self, arguments: list[str]) -> None:
-        """A command that shows something, and stays until Ctrl-C."""
-        process = start(*arguments, "--json", cwd=self.desk)
-        self.started.append(process)
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 130
-
-    def serve(self, arguments: list[str]) -> None:
-        """A `serve` or `stage`, on a free port. Stages stay, and are known by the address that the documents gave them."""
-        words = list(arguments)
-        for named, real in self.stages.items():
-            words = [word.replace(named, real) for word in words]
-        named = words.pop(words.index("--listen") + 1) if "--listen" in words else ""
-        words = [word for word in words if word != "--listen"]
-        process = start(*words, "--listen", "127.0.0.1:0", "--json", cwd=self.desk)
-        self.started.append(process)
-        assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        if words[0] == "stage":
-            self.staying.append(process)
-            self.stages[named] = said["address"]
-        else:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 0
-
-    def stop(self) -> None:
-        """Ctrl-C."""
-        for process in [*self.staying, *([self.process] if self.process else [])]:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 0
+def is_together(words: list[str]) -> bool:
+    """It belongs to the run that the documents coordinate."""
+    return bool({ADDRESS, "runs/together", "runs/pulled"} & set(words))
 
 
-@pytest.fixture
-def network(desk: Path) -> Iterator[Network]:
-    made = Network(desk)
-    yield made
-    for process in made.started:
-        process.kill()
-        process.wait()
+def is_served(words: list[str]) -> bool:
+    return words[0] in ("serve", "stage")
+
+
+def is_alone(words: list[str]) -> bool:
+    if words[0] == "bench":
+        return words[1] in SHORT_BENCHES
+    return not is_together(words) and not is_served(words)
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a reader has it: some text of their own, a corpus folder, and a first run, small."""
-    desk = tmp_path_factory.mktemp("desk")
-    text = "".join(f"note {n}: the {n % 7} of {n % 11} is a {n * n}\n" for n in range(3000))
-    (desk / "my-notes.txt").write_text(text)
-    (desk / "data" / "wikitext-2").mkdir(parents=True)
-    for split in ("train", "valid"):
-        (desk / "data" / "wikitext-2" / f"{split}.txt").write_text(text)
+    """A folder as a reader has it: text of their own, a corpus folder, and a first run, small."""
+    desk = new_desk(tmp_path_factory.mktemp("desk"))
+    succeed(desk, ["train", "--data", "my-notes.txt", "--out", FIRST, *TINY])
     return desk
 
 
-def run(desk: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    return blocktrain(*arguments, cwd=desk, BLOCKTRAIN_DATA=str(desk / "data"))
+def new_desk(desk: Path) -> Path:
+    text = "".join(f"note {n}: the {n % 7} of {n % 11} is a {n * n}\n" for n in range(1000))
+    (desk / "data" / "wikitext-2").mkdir(parents=True)
+    for name in ("my-notes.txt", "data/wikitext-2/train.txt", "data/wikitext-2/valid.txt"):
+        (desk / name).write_text(text)
+    return desk
 
 
-def unfinished(desk: Path) -> None:
-    """Make the newest run look as a crash leaves it: its last block is not published."""
-    newest = max(
-        (desk / "runs").glob("*/result.json"), key=lambda result: result.parent.name
-    ).parent
+def succeed(desk: Path, words: list[str]) -> None:
+    done = blocktrain(*words, cwd=desk, BLOCKTRAIN_DATA=str(desk / "data"))
+    assert done.returncode == 0, f"blocktrain {shlex.join(words)}\n{done.stderr}"
+
+
+def at_once(work: Iterable[Callable[[], None]]) -> None:
+    """All of it, some at a time; the first failure is raised."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(one) for one in work]:
+            done.result()
+
+
+def shrunk(words: list[str]) -> list[str]:
+    """The same command on less: fewer steps of a smaller model on shorter text."""
+    words = ["my-notes.txt" if word == "stdlib" else word for word in words]
+    if words[0] == "train" and not {"--help", "--resume"} & set(words):
+        kept = [w for i, w in enumerate(words) if "--steps" not in (w, words[i - 1])]
+        return [*kept, *TINY, *([] if "--data" in kept else ["--data", "my-notes.txt"])]
+    if words[0] == "bench":
+        return [*words, *SHORT_BENCHES[words[1]]]
+    return [*words, "--max-tokens", "8"] if words[0] == "generate" else words
+
+
+def test_every_line_is_run_by_one_of_the_tests_below() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for line in LINES:
+        words = shlex.split(line)
+        assert words[0] in ("make", "blocktrain"), line
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
+    assert len(COMMANDS) >= 30
+    for words in COMMANDS:
+        if is_alone(words):
+            assert words[0] in ALONE, words
+        elif is_together(words):
+            assert words[0] in (*TOGETHER, "replay"), words
+
+
+def test_long_benches_are_run_at_tiny_scale_by_their_own_tests() -> None:
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "bench").glob("*.py"))
+    named = [words[1] for words in COMMANDS if words[0] == "bench" and not is_alone(words)]
+    assert named
+    assert [name for name in named if not re.search(rf'"bench",\s+"{name}"', tests)] == []
+
+
+@pytest.mark.timeout(1200)  # a dozen commands, on a busy machine
+def test_commands_of_one_machine(desk: Path, tmp_path: Path) -> None:
+    def run(number: int, words: list[str]) -> None:
+        if words[0] != "train":
+            return succeed(desk, shrunk(words))
+        own = new_desk(tmp_path / str(number))  # a run folder has the next free name
+        if "--resume" in words:
+            shutil.copytree(desk / FIRST, own / FIRST)
+            unfinish(own / FIRST)
+        return succeed(own, shrunk(words))
+
+    chosen = [words for words in COMMANDS if is_alone(words)]
+    chosen.sort(key=lambda words: words[0] not in ("train", "bench"))  # the longest first
+    at_once(partial(run, n, words) for n, words in enumerate(chosen))
+
+
+def unfinish(run: Path) -> None:
+    """Make a run look as a crash leaves it: its last block is not published."""
     for name in ("result.json", "model/config.json", "model/block-4.safetensors"):
-        (newest / name).unlink()
+        (run / name).unlink()
 
 
-@pytest.mark.timeout(1200)  # minutes on two cores, and many waits
-def test_every_command_of_the_documents_works(desk: Path, network: Network) -> None:
-    first = run(
-        desk, ["train", "--data", "my-notes.txt", "--out", "runs/001-stdlib", *TINY]
-    )  # what `make train` leaves
-    assert first.returncode == 0, first.stderr
-    seen = set()
-    for page in PAGES:
-        for line in commands(page):
-            words = shlex.split(line)
-            if words[0] == "make":
-                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
-                    f"{page.name}: {line}"
-                )
-                continue
-            assert words[0] == "blocktrain", f"{page.name}: {line}"
-            if line in seen:
-                continue
-            seen.add(line)
-            if "--resume" in words:
-                unfinished(desk)
-            if words[1] == "bench" and words[2] not in TINY_BENCH:
-                there = (ROOT / "tests" / f"test_bench_{words[2]}.py").read_text()
-                assert f'blocktrain("bench", "{words[2]}"' in there, (
-                    f"{page.name}: {line}"
-                )  # it is run there, at tiny scale
-                continue
-            if words[1] == "coordinator":
-                network.start(words[1:])
-                continue
-            if words[1] in ("serve", "stage"):
-                network.serve(words[1:])
-                continue
-            if "--watch" in words or words[1] == "replay":
-                network.watch(network.real(words[1:]))
-                continue
-            done = run(desk, shrunk(network.real(words[1:])))
-            assert done.returncode == 0, f"{page.name}: {line}\n{done.stderr}"
-    assert len(seen) >= 20
-    network.stop()
+class Processes:
+    """What stays in the background, and is stopped at the end."""
+
+    def __init__(self, desk: Path) -> None:
+        self.desk = desk
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, words: list[str]) -> tuple[subprocess.Popen[str], dict[str, str]]:
+        """The process, once it said in JSON where it is."""
+        process = start(*words, "--json", cwd=self.desk)
+        self.started.append(process)
+        assert process.stdout is not None
+        return process, json.loads(process.stdout.readline())
+
+    def interrupt(self, process: subprocess.Popen[str], code: int = 0) -> None:
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == code
 
 
-def test_the_file_tree_in_the_readme_is_the_one_on_disk() -> None:
-    tree = (ROOT / "README.md").read_text().split("## What is where")[1]
-    named = set(re.findall(r"\b(\w+\.py)\b", tree))
-    there = {
-        path.name
-        for path in (ROOT / "src" / "blocktrain").rglob("*.py")
-        if path.parent.name in ROOMS_SHOWN
-    }
-    assert named == there - {"__init__.py"}
+@pytest.fixture
+def processes(desk: Path) -> Iterator[Processes]:
+    kept = Processes(desk)
+    yield kept
+    for process in kept.started:
+        process.kill()
+        process.wait()
 
 
-def test_links_and_pictures_exist() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.timeout(1200)
+def test_commands_of_a_run_together(desk: Path, processes: Processes) -> None:
+    by_name = {name: [w for w in COMMANDS if is_together(w) and w[0] == name] for name in TOGETHER}
+    (opening,) = by_name["coordinator"]
+    free = ["--data", "my-notes.txt", "--listen", "127.0.0.1:0"]
+    coordinator, place = processes.start([*opening, *TINY, *free])
+    known = {ADDRESS: place["url"]}
+
+    def run(words: list[str]) -> None:
+        succeed(desk, [known.get(word, word) for word in words])
+
+    def watch(words: list[str]) -> None:
+        """A command that shows something, and stays until Ctrl-C."""
+        process, _ = processes.start([known.get(word, word) for word in words])
+        processes.interrupt(process, 130)
+
+    for words in by_name["worker"]:  # until the run is finished
+        run(words)
+    staying = [w for w in COMMANDS if is_together(w) and (w[0] == "replay" or "--watch" in w)]
+    looking = [
+        w
+        for name in ("status", "doctor", "audit", "pull")
+        for w in by_name[name]
+        if w not in staying
+    ]
+    at_once(
+        [*(partial(watch, words) for words in staying), *(partial(run, words) for words in looking)]
+    )
+    status = json.loads(blocktrain("status", place["url"], "--json", cwd=desk).stdout)
+    known["WORKER"] = status["workers"][0]["worker"]
+    known["OPERATOR"] = (desk / place["folder"] / "operator.token").read_text()
+    at_once(partial(run, words) for words in by_name["kick"] + by_name["evaluate"])
+    processes.interrupt(coordinator)
+
+
+@pytest.mark.timeout(1200)
+def test_commands_that_serve(desk: Path, processes: Processes) -> None:
+    """On free ports. Stages stay, and are known by the address that the documents gave them."""
+    chosen = [words for words in COMMANDS if is_served(words)]
+    addresses: dict[str, str] = {}
+    stages = []
+    for words in (words for words in chosen if words[0] == "stage"):
+        at = words.index("--listen") + 1
+        stage, place = processes.start([*words[:at], "127.0.0.1:0", *words[at + 1 :]])
+        addresses[words[at]] = place["address"]
+        stages.append(stage)
+
+    def serve(words: list[str]) -> None:
+        assert "--listen" not in words
+        for named, real in addresses.items():
+            words = [word.replace(named, real) for word in words]
+        process, _ = processes.start([*words, "--listen", "127.0.0.1:0"])
+        processes.interrupt(process)
+
+    at_once(partial(serve, words) for words in chosen if words[0] == "serve")
+    for stage in stages:
+        processes.interrupt(stage)

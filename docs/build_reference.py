@@ -1,0 +1,189 @@
+"""Pages of the site that are made from the program itself, and those that live beside docs/.
+
+MkDocs calls `on_files` while it builds. Commands come from the command table, calls from the call
+table, settings from the models that validate them: none of them can be out of date.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).parents[1]
+# Files at the root of the repository that are pages of the site too, by their name there.
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+HEX = re.compile(r"\^\(?\[0-9a-f\]\{(\d+)\}\)?\??\$")
+ENUMS = {
+    "Code": "a [code](../protocol.md#refusals)",
+    "Then": "a [next step](../protocol.md#refusals)",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=root_page(ROOT / name)))
+    for page, content in (("commands", commands()), ("http", calls()), ("settings", settings())):
+        files.append(File.generated(config, f"reference/{page}.md", content=content))
+    return files
+
+
+def root_page(path: Path) -> str:
+    """The file, with links as they are inside docs/."""
+    text = path.read_text(encoding="utf-8").replace("](docs/", "](").replace('src="docs/', 'src="')
+    for name, page in ROOT_PAGES.items():
+        text = text.replace(f"]({name}", f"]({page}")
+    return text
+
+
+def commands() -> str:
+    from blocktrain.cli.app import app
+
+    text = app.generate_docs()
+    text = re.sub(r"## Table of Contents\n.*?(?=\n\*\*Commands)", "", text, flags=re.DOTALL)
+    text = text.replace("# blocktrain\n", "# Commands\n", 1)
+    # Settings are flags of several commands: they have a page of their own.
+    return re.sub(
+        r"^\*\*((?:Settings|Coordination)[^*\n]*)\*\*:\n\n(?:\* .*\n)+",
+        r"**\1**: see [settings](settings.md).\n",
+        text + "\n",
+        flags=re.MULTILINE,
+    )
+
+
+def settings() -> str:
+    from blocktrain.config import PRESETS, Config
+    from blocktrain.coordinator.policy import Policy
+
+    presets = "\n".join(
+        f"- `{name}`: " + ", ".join(f"`{key} = {toml(value)}`" for key, value in values.items())
+        for name, values in PRESETS.items()
+    )
+    return f"""# Settings
+
+Every setting is a flag (`layers_per_block` is `--layers-per-block`) and a key of the file that
+`--config` names. Flags win over the file, the file over the preset, the preset over the defaults.
+A value out of range is refused before anything starts.
+
+## The model and its training
+
+Of `train` and `coordinator`. The file may also hold `data` (a corpus) and `reference` (true or
+false).
+
+{table(Config)}
+
+## Coordination
+
+Of `coordinator`. In the file they are in the table `[coordination]`.
+
+{table(Policy)}
+
+## Presets
+
+{presets}
+"""
+
+
+def table(model: type[BaseModel]) -> str:
+    rows = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        meaning = (field.description or "").replace("|", "\\|")
+        rows.append(f"| `{name}` | {default(field)} | {allowed(field)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def default(field: FieldInfo) -> str:
+    return "none" if field.default is None else f"`{toml(field.default)}`"
+
+
+def toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def allowed(field: FieldInfo) -> str:
+    """The choices of a literal, or the bounds of a number."""
+    choices = [c for c in get_args(field.annotation) if isinstance(c, str)]
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
+    signs = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+    return ", ".join(
+        f"{sign} {bound:,}"
+        for limit in field.metadata
+        for name, sign in signs
+        if (bound := getattr(limit, name, None)) is not None
+    )
+
+
+def calls() -> str:
+    """All calls of a coordinator, then the messages that they carry, as fields with their types."""
+    from pydantic import BaseModel
+
+    from blocktrain.protocol import messages, stages, status
+
+    kinds = [
+        kind
+        for module in (messages, status, stages)
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, BaseModel)
+        and kind.__module__ == module.__name__
+        and kind.model_fields.keys() - {"signature"}
+    ]
+    described = "\n\n".join(message(kind) for kind in kinds)
+    return f"""# HTTP calls
+
+The calls of a coordinator and the fields of every message. [The protocol](../protocol.md) explains
+what they mean, in which order they come, and which bytes they carry. Unknown fields and values of
+another type are refused.
+
+## Messages
+
+{described}
+"""
+
+
+def message(kind: type[BaseModel]) -> str:
+    schema = kind.model_json_schema(by_alias=False)
+    required = schema.get("required", [])
+    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
+    for name, part in schema["properties"].items():
+        meaning = " ".join(part.get("description", "").split()).replace("|", "\\|")
+        optional = "" if name in required else "may be left out"
+        rows.append(f"| `{name}` | {json_type(part)} | {optional} | {meaning} |")
+    about = " ".join((kind.__doc__ or "").split())
+    return f"### {kind.__name__}\n\n{about}\n\n" + "\n".join(rows)
+
+
+def json_type(part: dict[str, Any]) -> str:
+    """A JSON schema in a few words, with links to the messages inside."""
+    match part:
+        case {"$ref": ref}:
+            name = ref.rsplit("/", 1)[1]
+            return f"[{name}](#{name.lower()})" if name not in ENUMS else ENUMS[name]
+        case {"anyOf": parts} | {"oneOf": parts}:
+            return " or ".join(json_type(inner) for inner in parts)
+        case {"const": value}:
+            return f'`"{value}"`'
+        case {"enum": values}:
+            return ", ".join(f"`{value}`" for value in values)
+        case {"type": "array", "items": inner}:
+            return f"list of {json_type(inner)}"
+        case {"type": "string", "pattern": pattern} if digits := HEX.fullmatch(pattern):
+            return f"{digits[1]} hex digits"
+        case {"type": kind}:
+            return str(kind)
+    return "any"
