@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import math
+import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,7 +62,7 @@ class StepBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def told(self, name: str, step: int, loss: float) -> None:
+    def update(self, name: str, step: int, loss: float) -> None:
         """Show where a trainer is."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._steps, loss=loss)
@@ -93,7 +96,7 @@ class JobBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def told(self, name: str, message: dict[str, Any]) -> None:
+    def update(self, name: str, message: dict[str, Any]) -> None:
         """Show where a job is: steps and loss of a training, the share of anything else."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=1.0, note="")
@@ -103,6 +106,40 @@ class JobBars:
         self._progress.update(
             self._all, completed=sum(task.finished for task in self._progress.tasks[1:])
         )
+
+
+class TextWriter:
+    """Writes a model's bytes to stdout as they come.
+
+    A model may write any byte. A terminal would obey control characters, so there they are
+    escaped, and a character is written when its last byte is there. Files and pipes get the bytes.
+    """
+
+    def __init__(self, *, raw: bool) -> None:
+        self._raw = raw
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, content: bytes, *, final: bool = False) -> None:
+        if not self._raw:
+            content = printable(self._decoder.decode(content, final)).encode()
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        """Show what is left of an unfinished character, and end the line."""
+        self.write(b"", final=True)
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
+
+
+def printable(text: str) -> str:
+    """The text with every character escaped that a terminal may obey or hide."""
+    return "".join(
+        c
+        if c in "\n\t" or c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def warn(sentence: str) -> None:

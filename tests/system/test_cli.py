@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import resource
 import shutil
 import signal
@@ -128,6 +130,48 @@ def test_the_same_seed_writes_the_same_bytes(
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith(b"line 1")
     assert len(texts[0]) > 40
+
+
+@pytest.mark.parametrize("prompt", ["-x", "--json", "-", "-1"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_prompt_may_begin_with_a_dash(
+    trained: Path,
+    prompt: str,
+    joined: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    words = [f"--prompt={prompt}"] if joined else ["--prompt", prompt]
+    assert _called(monkeypatch, "generate", str(trained), *words, "--max-tokens", "3") == 0
+    assert capfdbinary.readouterr().out.startswith(prompt.encode())
+
+
+def test_a_terminal_gets_escapes_and_a_pipe_gets_bytes(trained: Path, tmp_path: Path) -> None:
+    """An untrained-like model at a high temperature writes any byte."""
+    words = ["generate", str(trained), "--prompt", "a\x1b[31mb é ", "--temperature", "50"]
+    words += ["--max-tokens", "60"]
+    piped = _output(words, tmp_path, terminal=False)
+    assert piped.startswith(b"a\x1b[31mb \xc3\xa9 ")
+    shown = _output(words, tmp_path, terminal=True).replace(b"\r\n", b"\n")
+    assert shown.startswith(b"a\\x1b[31mb \xc3\xa9 ")
+    assert not [c for c in shown.decode() if c not in "\n\t" and not c.isprintable()]
+    assert b"\\x" in shown[12:]  # the model wrote a byte that is no text, too
+    assert _output([*words, "--raw"], tmp_path, terminal=True).startswith(b"a\x1b[31mb")
+
+
+def _output(words: list[str], cwd: Path, *, terminal: bool) -> bytes:
+    """What a command writes to stdout, which is a terminal or a pipe."""
+    ours, theirs = os.openpty() if terminal else os.pipe()
+    command = [sys.executable, "-m", "blocktrain", *words]
+    with subprocess.Popen(command, cwd=cwd, stdout=theirs, stderr=subprocess.PIPE) as process:
+        os.close(theirs)
+        written = b""
+        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+            while piece := os.read(ours, 4096):
+                written += piece
+    os.close(ours)
+    assert process.returncode == 0
+    return written
 
 
 def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(

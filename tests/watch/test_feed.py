@@ -358,7 +358,7 @@ def test_a_disk_without_room_for_events_stops_nothing(
     with beginning(tmp_path) as coordinator:
         listener = Listener()
         coordinator.feed.listen(listener)
-        lines = EventLines(coordinator)
+        lines = EventLines(coordinator, "blocktrain pull")
         worker = FakeWorker(LocalClient(coordinator))
         assert worker.send(worker.joined()).receipt.accepted
         assert [event.kind for event in listener.take()] == [

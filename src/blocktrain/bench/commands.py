@@ -132,7 +132,7 @@ def transport(options: TransportOptions, command: str) -> Result:
     options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
     with JobBars("transport", trials(options)) as bars:
-        found = measure_transport(options, bars.told)
+        found = measure_transport(options, bars.update)
     result = {
         **header(command, options.seeds[0]),
         "scale": options.scale,
@@ -189,7 +189,7 @@ def _flat(row: Result) -> Result:
 
 def _run(jobs: list[Job], slots: int, title: str) -> None:
     with JobBars(title, len(jobs)) as bars:
-        run_jobs(jobs, slots, bars.told, "call the same command again to continue")
+        run_jobs(jobs, slots, bars.update, "call the same command again to continue")
 
 
 def _same_settings(folder: Path, config: Config, source: Source) -> None:

@@ -55,12 +55,12 @@ bench_app = App(
     help="Measure. Every published figure comes from one of these commands.",
     group=Group("Measuring", sort_key=len(COMMANDS)),
 )
-for number, (title, commands) in enumerate(COMMANDS.items()):
-    group = Group(title, sort_key=number)
-    for command in commands:
-        app.command(command, group=group)
-for command in BENCHES:
-    bench_app.command(command)
+for place, (title, commands) in enumerate(COMMANDS.items()):
+    group = Group(title, sort_key=place)
+    for number, command in enumerate(commands):  # help lists them in this order
+        app.command(command, group=group, sort_key=number)
+for number, command in enumerate(BENCHES):
+    bench_app.command(command, sort_key=number)
 app.command(bench_app)
 
 

@@ -16,7 +16,12 @@ from urllib.parse import quote
 
 from cyclopts import Parameter
 
-from blocktrain.cli.environment import cache_folder, data_folder, new_run_folder
+from blocktrain.cli.environment import (
+    OPERATOR_TOKEN,
+    cache_folder,
+    data_folder,
+    new_run_folder,
+)
 from blocktrain.cli.flags import Coordination, Json, Settings, Token, at_least, given
 from blocktrain.config import Config, make_config, read_settings
 from blocktrain.coordinator.policy import Policy, make_policy
@@ -136,8 +141,9 @@ def coordinator(
         server = Server(
             running, Listen(host, port, where.token, operator, certificate=certificate, key=key)
         )
-        _announce(server.url, folder, where.token, json_)
-        _serve(running, server, wanted, flags or CoordinatorFlags())
+        printed = Commands(server.url, where.token, folder)
+        _announce(printed, json_)
+        _serve(running, server, wanted, flags or CoordinatorFlags(), printed.pull)
     finally:
         running.close()
 
@@ -165,28 +171,56 @@ def _require_same_run(running: Coordinator, wanted: RunSettings, folder: Path) -
 
 def _operator_token(folder: Path) -> str:
     """Made once and kept in the folder, readable by its owner alone."""
-    path = folder / "operator.token"
+    path = folder / OPERATOR_TOKEN
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(24).encode())
         path.chmod(0o600)
     return path.read_text(encoding="ascii").strip()
 
 
-def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
+@dataclass(frozen=True)
+class Commands:
+    """The commands and addresses that a coordinator prints; they work as they are printed."""
+
+    url: str
+    join_token: str
+    folder: Path
+
+    @property
+    def _token(self) -> str:
+        return f" --token {shlex.quote(self.join_token)}" if self.join_token else ""
+
+    @property
+    def join(self) -> str:
+        return f"blocktrain worker {self.url}{self._token}"
+
+    @property
+    def watch(self) -> str:
+        return f"blocktrain status {self.url} --watch{self._token}"
+
+    @property
+    def pull(self) -> str:
+        out = self.folder.with_name(f"{self.folder.resolve().name}-model")
+        return f"blocktrain pull {self.url} --out {shlex.quote(str(out))}{self._token}"
+
+    @property
+    def page(self) -> str:
+        fragment = f"#token={quote(self.join_token, safe='')}" if self.join_token else ""
+        return f"{self.url}/{fragment}"
+
+
+def _announce(printed: Commands, json_: bool) -> None:
     from blocktrain.terminal import console
 
-    with_token = f" --token {shlex.quote(token)}" if token else ""
-    join = f"blocktrain worker {url}{with_token}"
-    page = f"{url}/" + (f"#token={quote(token, safe='')}" if token else "")
     if json_:
-        print(
-            json.dumps({"url": url, "folder": str(folder), "join": join, "page": page}), flush=True
-        )
+        told = {"url": printed.url, "folder": str(printed.folder)}
+        print(json.dumps({**told, "join": printed.join, "page": printed.page}), flush=True)
     console.print(
-        f"run folder  {folder}\n"
-        f"join with   {join}\n"
-        f"page        {page}\n"
-        f"watch with  blocktrain status {url} --watch{with_token}",
+        f"run folder  {printed.folder}\n"
+        f"join with   {printed.join}\n"
+        f"page        {printed.page}\n"
+        f"watch with  {printed.watch}\n"
+        f"fetch with  {printed.pull}",
         soft_wrap=True,
         highlight=False,
         markup=False,
@@ -194,7 +228,11 @@ def _announce(url: str, folder: Path, token: str, json_: bool) -> None:
 
 
 def _serve(
-    running: Coordinator, server: Server, wanted: RunSettings, flags: CoordinatorFlags
+    running: Coordinator,
+    server: Server,
+    wanted: RunSettings,
+    flags: CoordinatorFlags,
+    pull_command: str,
 ) -> None:
     """Answer at once, prepare the run meanwhile, and print what happens until stopped."""
     from blocktrain.terminal import warn
@@ -207,7 +245,7 @@ def _serve(
     try:
         if not running.ready:
             _prepare(running, *wanted)
-        lines = EventLines(running)
+        lines = EventLines(running, pull_command)
         gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
         sys.setswitchinterval(SWITCH_SECONDS)
         running.live.close_beside()
@@ -243,9 +281,10 @@ def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) ->
 class EventLines:
     """Prints a line for every version, worker and score, and for the end of the run."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, pull_command: str) -> None:
         from blocktrain.terminal import console
 
+        self._pull_command = pull_command
         self._feed = coordinator.feed
         self._listener = self._listen()
         self._warned = False
@@ -256,7 +295,7 @@ class EventLines:
         )
         self._finished = coordinator.finished is not None
         if coordinator.finished:
-            _print_end(coordinator.finished)
+            self._print_end(coordinator.finished)
 
     def _listen(self) -> Listener:
         from blocktrain.watch.feed import Listener
@@ -276,19 +315,24 @@ class EventLines:
                 console.print(_line(event.value), highlight=False)
             elif not self._finished:
                 self._finished = True
-                _print_end(event.value["reason"])
+                self._print_end(event.value["reason"])
         if self._feed.problem and not self._warned:
             self._warned = True
             warn(self._feed.problem)
         return self._finished
 
+    def _print_end(self, reason: str) -> None:
+        from rich.markup import escape
 
-def _print_end(reason: str) -> None:
-    from blocktrain.terminal import console
+        from blocktrain.terminal import console
 
-    console.print(
-        f"[bold]{reason}[/]; fetch the model with: blocktrain pull URL --out RUN", highlight=False
-    )
+        console.print(f"[bold]{escape(reason)}[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"fetch the model with: {self._pull_command}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from blocktrain.learning.data import Source
 
 RUNS = Path("runs")
+OPERATOR_TOKEN = "operator.token"  # in the folder of a coordinator
 
 
 def cache_folder() -> Path:
@@ -51,6 +52,17 @@ def new_run_folder(data: str) -> Path:
     taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
     number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
     return RUNS / f"{number:03}-{name}"
+
+
+def require_model(folder: Path) -> Path:
+    """The folder, unless it is a coordinator's: that one holds versions, and no composed model."""
+    if (folder / OPERATOR_TOKEN).exists() and not (folder / "model").exists():
+        coordinator = f"blocktrain coordinator --out {shlex.quote(str(folder))}"
+        raise RunError(
+            f"{folder} is a coordinator's folder and has no composed model: start `{coordinator}` "
+            "if it is not running, and fetch the model with the `blocktrain pull` command it prints"
+        )
+    return folder
 
 
 def is_pulled(run: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from blocktrain.cli.environment import require_model
 from blocktrain.cli.flags import Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
@@ -166,7 +167,7 @@ class RouteFlags:
         )
         secret = read_key(self.key) if self.key else b""
         return Entry(
-            run,
+            require_model(run),
             stages,
             key=secret,
             tls=_trusting(self.ca),
@@ -369,7 +370,9 @@ def stage(
     guard = post.guard()
     allow_connections()
     torch.set_num_threads(threads)
-    holding = load_holding(run, parse_blocks(blocks), torch.device("cpu"), reference=reference)
+    holding = load_holding(
+        require_model(run), parse_blocks(blocks), torch.device("cpu"), reference=reference
+    )
 
     async def serving() -> None:
         held, told = Stage(holding, guard, threads=threads), _told_to_stop()

@@ -76,7 +76,7 @@ WORKER_COLUMNS = (
     Column("loss", _loss),
     Column("steps/s", lambda w: f"{w.speed:.1f}", least=80),
     Column("updates", lambda w: w.accepted),
-    Column("seen", lambda w: f"{w.seen_seconds:.0f} s ago", least=100),
+    Column("seen", lambda w: f"{_short_time(w.seen_seconds)} ago", least=100),
     Column("seen", lambda w: _short_time(w.seen_seconds), least=70),
 )
 

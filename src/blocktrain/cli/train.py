@@ -8,12 +8,20 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from blocktrain.cli.environment import cores, is_pulled, new_run_folder, newest_unfinished, source
+from blocktrain.cli.environment import (
+    cores,
+    is_pulled,
+    new_run_folder,
+    newest_unfinished,
+    require_model,
+    source,
+)
 from blocktrain.cli.flags import Json, Settings, Yes, at_least, given
 from blocktrain.config import make_config, read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
@@ -81,7 +89,9 @@ def _train(found: Opened) -> tuple[dict[str, Any], Path]:
     try:
         with StepBars(config.steps) as bars:
             train_blocks(
-                plan, lambda index, step, loss: bars.told(block_name(index), step, loss), bars.warn
+                plan,
+                lambda index, step, loss: bars.update(block_name(index), step, loss),
+                bars.warn,
             )
         with bar("evaluating") as progress:
             result = complete(plan, progress)
@@ -151,12 +161,13 @@ def _resume(out: Path | None, flags: TrainFlags) -> Opened:
 
 
 def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
-    from blocktrain.terminal import ce_table, console
+    from blocktrain.terminal import ce_table, console, printable
 
     console.print(ce_table("valid cross entropy", result["valid_ce"]))
     if result["gap"] is not None:
         console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
-    print(result["sample"]["prompt"] + result["sample"]["text"])
+    sample = result["sample"]["prompt"] + result["sample"]["text"]
+    print(printable(sample) if sys.stdout.isatty() else sample)
     more = f"blocktrain generate {shlex.quote(str(folder))} --prompt 'def '"
     console.print(f"\nreport     {page}\nmore text  {more}", highlight=False, markup=False)
 
@@ -192,7 +203,7 @@ def evaluate(
     from blocktrain.runs.results import evaluate_run
     from blocktrain.terminal import bar, ce_table, console
 
-    model = load_model(run, pick_device(device))
+    model = load_model(require_model(run), pick_device(device))
     try:
         corpus = source(read_manifest(run).data if data is None else data).open()
     except CorpusError as error:
@@ -226,29 +237,59 @@ def _units(nats: float) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in units.items()}
 
 
-class TextFlags(NamedTuple):
+@dataclass(frozen=True)
+class TextFlags:
     """How `generate` writes."""
 
-    mode: str
-    sweeps: int
-    draft: str
-    max_tokens: int
-    temperature: float
-    seed: int
+    mode: Annotated[
+        Literal["autoregressive", "sweep"],
+        Parameter(
+            help="autoregressive: one traversal of the blocks per byte. sweep: a draft of the "
+            "whole text; each traversal keeps what is right, corrects the first wrong byte, "
+            "and drafts the rest anew."
+        ),
+    ] = "autoregressive"
+    sweeps: Annotated[
+        int,
+        at_least(1),
+        Parameter(
+            help="Traversals per window of mode sweep; more come closer to the "
+            "autoregressive answer."
+        ),
+    ] = 1
+    draft: Annotated[
+        Literal["first-block", "none"],
+        Parameter(
+            help="What mode sweep starts from: the first block's own text, or pure noise "
+            "(models trained with a tail)."
+        ),
+    ] = "first-block"
+    max_tokens: Annotated[int, at_least(1), Parameter(help="Bytes to write.")] = 256
+    temperature: Annotated[
+        float,
+        at_least(0),
+        Parameter(help="0 takes the likeliest byte; 1 samples from the model as it is."),
+    ] = 0.8
+    seed: Annotated[int, at_least(0, 2**63 - 1), Parameter(help="Seed of the sampling.")] = 0
+
+    def check(self) -> None:
+        if self.mode == "autoregressive" and (self.draft != "first-block" or self.sweeps != 1):
+            raise ConfigError(
+                "--sweeps and --draft are for --mode sweep: "
+                "autoregressive text has one traversal per byte and no draft"
+            )
 
 
 def generate(
     run: Path,
     *,
-    prompt: Annotated[str, Parameter(show_default=lambda _: "a line break")] = "\n",
-    mode: Literal["autoregressive", "sweep"] = "autoregressive",
-    sweeps: Annotated[int, at_least(1)] = 1,
-    draft: Literal["first-block", "none"] = "first-block",
-    max_tokens: Annotated[int, at_least(1)] = 256,
-    temperature: Annotated[float, at_least(0)] = 0.8,
-    seed: Annotated[int, at_least(0, 2**63 - 1)] = 0,
+    prompt: Annotated[
+        str, Parameter(show_default=lambda _: "a line break", allow_leading_hyphen=True)
+    ] = "\n",
+    flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
+    raw: Yes = False,
 ) -> None:
-    """Write text after a prompt, streaming to the terminal. The same seed gives the same bytes.
+    """Write text after a prompt, as it is made. The same seed gives the same bytes.
 
     Parameters
     ----------
@@ -256,43 +297,30 @@ def generate(
         The run folder.
     prompt
         Text to continue.
-    mode
-        autoregressive: one traversal of the blocks per byte. sweep: a draft of the whole text;
-        each traversal keeps what is right, corrects the first wrong byte, and drafts the rest anew.
-    sweeps
-        Traversals per window of mode sweep; more come closer to the autoregressive answer.
-    draft
-        What mode sweep starts from: the first block's own text, or pure noise (models trained
-        with a tail).
-    max_tokens
-        Bytes to write.
-    temperature
-        0 takes the likeliest byte; 1 samples from the model as it is.
-    seed
-        Seed of the sampling.
+    raw
+        Write the bytes as they are, also to a terminal. By default a terminal gets control
+        characters and bytes that are not UTF-8 in escaped form; files and pipes get the bytes.
     """
-    if mode == "autoregressive" and (draft != "first-block" or sweeps != 1):
-        raise ConfigError(
-            "--sweeps and --draft are for --mode sweep: "
-            "autoregressive text has one traversal per byte and no draft"
-        )
-    flags = TextFlags(mode, sweeps, draft, max_tokens, temperature, seed)
-    _write_text(run, os.fsencode(prompt) or b"\n", flags)
+    flags = flags or TextFlags()
+    flags.check()
+    text = os.fsencode(prompt) or b"\n"
+    _write_text(run, text, flags, raw=raw or not sys.stdout.isatty())
 
 
-def _write_text(run: Path, prompt: bytes, flags: TextFlags) -> None:
+def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, raw: bool) -> None:
     import torch
 
     from blocktrain.learning.train import one_thread
     from blocktrain.runs.folder import load_model
+    from blocktrain.terminal import TextWriter
 
-    model = load_model(run, torch.device("cpu"))
-    sys.stdout.buffer.write(prompt)
+    model = load_model(require_model(run), torch.device("cpu"))
+    writer = TextWriter(raw=raw)
+    writer.write(prompt)
     with one_thread():  # on more, a byte's bits depend on how many others are computed with it
         for byte in _text(model, prompt, flags):
-            sys.stdout.buffer.write(bytes([byte]))
-            sys.stdout.buffer.flush()
-    sys.stdout.buffer.write(b"\n")
+            writer.write(bytes([byte]))
+    writer.close()
 
 
 def _text(model: Model, prompt: bytes, flags: TextFlags) -> Iterator[int]:

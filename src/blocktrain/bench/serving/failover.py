@@ -116,7 +116,7 @@ def failover(options: FailoverOptions, command: str) -> Result:
     with one_thread(), ExitStack() as stack, JobBars("failover", 3) as bars:
         processes = stack.enter_context(stages(options.run, groups * REPLICAS))
         lines = stack.enter_context(links(processes, options.link))
-        cases, bereft = asyncio.run(_measure(options, config, processes, lines, bars.told))
+        cases, bereft = asyncio.run(_measure(options, config, processes, lines, bars.update))
     result = {
         **header(command, options.seed),
         "data": options.source.open().name,

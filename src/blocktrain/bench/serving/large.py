@@ -83,7 +83,7 @@ def large(options: LargeOptions, command: str) -> Result:
             highlight=False,
         )
         with _ring(options, shape, config, path) as ring, JobBars(options.shape, 2) as bars:
-            rows, same = asyncio.run(_measure(options, config, ring, bars.told))
+            rows, same = asyncio.run(_measure(options, config, ring, bars.update))
     for row in rows:
         row["predicted_seconds"] = estimate[row["mode"]]
     one, swept = rows

@@ -40,7 +40,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
         first = measure_first_byte(
             options.folder / "untrained", options.scale, link, options.sizes.first_bytes, told
         )
-        found = measure_serving(subject, bars.told)
+        found = measure_serving(subject, bars.update)
     result = {
         **header(command, options.seed),
         "scale": options.scale,
@@ -65,7 +65,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
 
 
 def _share(bars: JobBars, name: str, share: float) -> None:
-    bars.told(name, {"share": share})
+    bars.update(name, {"share": share})
 
 
 def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> Path:
@@ -82,7 +82,7 @@ def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> 
     if not (run.model / "config.json").exists():
         plan = Plan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:
-            train_blocks(plan, lambda index, step, loss: bars.told(block_name(index), step, loss))
+            train_blocks(plan, lambda index, step, loss: bars.update(block_name(index), step, loss))
         fit_and_seal(run, config, source.spec, source.open().calibration)
     return folder
 
