@@ -159,11 +159,11 @@ another type are refused.
 def message(kind: type[BaseModel]) -> str:
     schema = kind.model_json_schema(by_alias=False)
     required = schema.get("required", [])
-    rows = ["| field | type | | meaning |", "|---|---|---|---|"]
+    rows = ["| field | type | required | meaning |", "|---|---|---|---|"]
     for name, part in schema["properties"].items():
         meaning = " ".join(part.get("description", "").split()).replace("|", "\\|")
-        optional = "" if name in required else "may be left out"
-        rows.append(f"| `{name}` | {json_type(part)} | {optional} | {meaning} |")
+        needed = "yes" if name in required else "no"
+        rows.append(f"| `{name}` | {json_type(part)} | {needed} | {meaning} |")
     about = " ".join((kind.__doc__ or "").split())
     return f"### {kind.__name__}\n\n{about}\n\n" + "\n".join(rows)
 
