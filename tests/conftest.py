@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ import torch
 from hypothesis import settings
 
 from blocktrain.config import Config, make_config
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, build_block, composition_of, independent
 from blocktrain.learning.data import Corpus, open_corpus
-from blocktrain.learning.evaluate import fit_pool_weights
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.model import Block, IndependentBlock
+from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.train import Trainer
 
 torch.set_num_threads(1)
@@ -109,18 +109,16 @@ def tiny() -> Tiny:
 
 def random_model(config: Config) -> Model:
     """All blocks with random weights everywhere, also where training starts at zero, so that every path is seen."""
-    blocks = [build_block(config, n) for n in range(1, config.independent + 1)]
-    fusion = build_block(config, config.blocks) if config.compose == "fuse" else None
-    if fusion:
-        fusion.readout.copy_from(blocks)
+    blocks = {n: build_block(config, n) for n in range(1, config.blocks + 1)}
+    composition_of(config).connect(config, blocks)
     generator = torch.Generator().manual_seed(5)
-    for block in [*blocks, *([fusion] if fusion else [])]:
+    for block in blocks.values():
         for parameter in block.parameters():
             if not parameter.any():
                 torch.nn.init.normal_(
                     parameter, std=parameter.shape[0] ** -0.5, generator=generator
                 )
-    return Model(config, blocks, fusion)
+    return composition_of(config).assemble(config, blocks)
 
 
 @pytest.fixture(scope="session")
@@ -129,12 +127,20 @@ def make_model() -> Callable[[Config], Model]:
 
 
 def train_block(
-    config: Config, index: int, corpus: Corpus, sources: list[Block] | None = None
+    config: Config, index: int, corpus: Corpus, sources: Sequence[IndependentBlock] = ()
 ) -> Block:
-    trainer = Trainer(config, index, sources or [])
+    trainer = Trainer(config, index, sources)
     for _ in trainer.run(corpus.train, config.steps):
         pass
     return trainer.block
+
+
+def train_model(config: Config, corpus: Corpus) -> Model:
+    """Every block by the plain loop."""
+    blocks = {n: train_block(config, n, corpus) for n in range(1, config.independent + 1)}
+    if config.fusion:
+        blocks[config.fusion] = train_block(config, config.fusion, corpus, independent(blocks))
+    return composition_of(config).assemble(config, blocks)
 
 
 @pytest.fixture(scope="session")
@@ -149,10 +155,9 @@ def trained(corpus: Corpus) -> Model:
         learning_rate=1e-2,
         fusion_learning_rate=1e-2,
     )
-    blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
-    fusion = train_block(config, config.blocks, corpus, blocks)
-    weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
-    return Model(config, blocks, fusion, weights)
+    model = train_model(config, corpus)
+    model.pool_weights = fit_pool_weights(model, corpus.calibration)
+    return model
 
 
 @pytest.fixture(autouse=True)

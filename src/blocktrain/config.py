@@ -1,4 +1,9 @@
-"""The settings of a run: one frozen, validated model for flags, TOML files and the wire, and its fingerprint."""
+"""The settings of a run: one frozen, validated model for flags, TOML files and the wire.
+
+Their fingerprint is the sha256 of their canonical JSON. A setting that was added after the first
+release is left out of that JSON, of TOML files and of messages while it has its default value, so
+runs of earlier releases keep their fingerprint: see `ADDED`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,30 @@ import hashlib
 import json
 import re
 import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from blocktrain.errors import ConfigError
 
-LARGEST_FILE = 1 << 20  # bytes of settings
-OF_RUN = ("data", "reference")  # settings of a run that are none of the model
+LARGEST_FILE = 1 << 20  # bytes of a settings file
+RUN_ONLY = ("data", "reference")  # keys of a run's config.toml that do not describe the model
+ADDED = ("tokenizer",)  # settings that are not written while they have their default value
 WORDS = {
     **dict.fromkeys(
         ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
@@ -32,12 +49,57 @@ WORDS = {
     "less_than": "must be below {lt}",
     "literal_error": "must be {expected}",
 }
-VOCABULARY = 256  # bytes
 Schedule = Literal["cosine", "linear", "constant"]
+Objective = Literal["next", "denoise"]
+Topology = Literal["fan", "ring"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What settings and the control plane need to know of a composition, without torch.
+
+    What a composition computes is its row in `learning.compose`.
+    """
+
+    name: str
+    summary: str
+    topology: Topology
+    """fan: all stages read the same tokens at once. ring: a state passes from stage to stage."""
+    fusion: bool = False
+    """Whether the last block reads the features of all others."""
+    objective: Objective | None = None
+    """The only objective whose blocks it composes; None: any."""
+    edm: bool = False
+    """Whether it composes blocks of skip=edm."""
+
+
+TRAITS = {
+    traits.name: traits
+    for traits in (
+        Traits("fuse", "fusion block", "fan", fusion=True, objective="next"),
+        Traits("pool", "weighted pool", "fan"),
+        Traits("euler", "the paper's Euler steps", "ring", objective="denoise", edm=True),
+    )
+}
+"""The compositions by name. `learning.compose.register` adds to them."""
+
+TOKENIZERS = {"bytes"}
+"""Names of the tokenizers. `learning.tokenizer.register` adds to them."""
+
+
+def known_composition(name: str) -> str:
+    if name not in TRAITS:
+        raise ValueError(f"must be {_alternatives(map(repr, TRAITS))}")
+    return name
+
+
+def known_tokenizer(name: str) -> str:
+    if name not in TOKENIZERS:
+        raise ValueError(f"must be {_alternatives(map(repr, sorted(TOKENIZERS)))}")
+    return name
 
 
 def known_device(name: str) -> str:
-    """The name, if a device can be called that."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?|mps|auto", name):
         raise ValueError("is none of cpu, cuda, cuda:N, mps and auto")
     return name
@@ -49,7 +111,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Config(BaseModel):
-    """All that decides what is trained. Field docstrings are the help texts of the flags."""
+    """Everything that decides what is trained. Field docstrings are the help texts of the flags."""
 
     model_config = ConfigDict(
         frozen=True, strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -64,20 +126,28 @@ class Config(BaseModel):
     heads: int = Field(default=4, ge=1, le=256)
     """Attention heads; must divide the width into even parts."""
     context: int = Field(default=128, ge=8, le=65536)
-    """Bytes a block sees at once."""
+    """Tokens a block sees at once."""
     lookback: int = Field(default=4, ge=1, le=64)
-    """Bytes a position is embedded with: its own and those just before it."""
+    """Tokens a position is embedded with: its own and those just before it."""
     z_width: int = Field(default=128, ge=2, le=16384)
     """Width of the target table (used by objective=denoise)."""
+    tokenizer: Annotated[str, AfterValidator(known_tokenizer)] = "bytes"
+    """How text becomes tokens. bytes: every byte is a token."""
 
-    objective: Literal["next", "denoise"] = "next"
-    """next: predict the next byte. denoise: recover its noised embedding (the paper; needed by euler and by tail)."""
+    objective: Objective = "next"
+    """next: predict the next token. denoise: recover its noised embedding, as in the paper
+    (needed by euler and by tail)."""
     skip: Literal["exact", "edm"] = "exact"
-    """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip (the paper)."""
-    compose: Literal["fuse", "pool", "euler"] = "fuse"
-    """How blocks become one model: fusion block, weighted pool, or the paper's Euler steps."""
+    """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip, as in
+    the paper."""
+    compose: Annotated[str, AfterValidator(known_composition)] = Field(
+        default="fuse",
+        description="How blocks become one model. "
+        + " ".join(f"{traits.name}: {traits.summary}." for traits in TRAITS.values()),
+    )
     feature_dropout: float = Field(default=0.06, ge=0, lt=1)
-    """Probability that the fusion block trains without one block's features, so that a missing block costs little."""
+    """Probability that the fusion block trains without one block's features, so that a missing
+    block costs little."""
 
     sigma_min: float = Field(default=1.0, ge=1e-4)
     """Lowest noise level; below 1 the target leaks into the training loss."""
@@ -92,14 +162,16 @@ class Config(BaseModel):
     sigma_data: float = Field(default=0.5, ge=1e-4, le=1e4)
     """EDM's assumed deviation of the targets."""
     tail: int = Field(default=0, ge=0)
-    """Unknown positions at the end of a training sequence, denoised jointly (0: off). For sweeps from pure noise."""
+    """Unknown positions at the end of a training sequence, denoised jointly (0: off). For sweeps
+    from pure noise."""
     tail_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the steps whose sequences have a tail, when tail > 0."""
     tail_sigma_min: float = Field(default=0.1, ge=1e-4)
     """Lowest noise level of the tail."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of the independent blocks and the reference. muon: orthogonal steps for the matrices inside, AdamW for the rest."""
+    """Of the independent blocks and the reference. muon: orthogonal steps for the matrices inside,
+    AdamW for the rest."""
     fusion_optimizer: Literal["adamw", "muon"] = "muon"
     """Of the fusion block."""
     learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
@@ -133,61 +205,96 @@ class Config(BaseModel):
     def _settings_agree(self) -> Self:
         if self.width % (2 * self.heads):
             raise ValueError(
-                f"heads={self.heads} must divide width={self.width} into even parts; try {_fitting(self.width, self.heads)}"
+                f"heads={self.heads} must divide width={self.width} into even parts; "
+                f"try {_fitting(self.width, self.heads)}"
             )
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
-        if self.compose == "euler" and self.objective != "denoise":
-            raise ValueError("compose=euler needs objective=denoise, as in the preset paper")
-        if self.compose != "euler" and self.skip == "edm" and self.objective == "denoise":
-            raise ValueError("skip=edm only composes by euler; use compose=euler or skip=exact")
-        if self.compose == "fuse" and self.blocks < 2:
-            raise ValueError(
-                "compose=fuse needs at least 2 blocks: one to read and the fusion block"
-            )
-        if self.compose == "fuse" and self.objective != "next":
-            raise ValueError(
-                "compose=fuse needs objective=next; use compose=pool or compose=euler with objective=denoise"
-            )
-        if self.tail:
-            if self.objective != "denoise":
-                raise ValueError("tail needs objective=denoise")
-            if self.tail >= self.context:
-                raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
-            if self.tail_sigma_min >= self.sigma_max:
-                raise ValueError(
-                    f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}"
-                )
+        self._check_composition()
+        self._check_tail()
         normal = NormalDist(self.p_mean, self.p_std)
         for lowest in ("sigma_min", *(["tail_sigma_min"] if self.tail else [])):
             if normal.cdf(log(self.sigma_max)) - normal.cdf(log(getattr(self, lowest))) < 1e-6:
                 raise ValueError(
-                    f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between {lowest} and sigma_max"
+                    f"p_mean={self.p_mean} and p_std={self.p_std} leave no noise between {lowest} "
+                    "and sigma_max"
                 )
         return self
 
+    def _check_composition(self) -> None:
+        traits = self.traits
+        if traits.objective not in (None, self.objective):
+            others = [t.name for t in TRAITS.values() if t.objective in (None, self.objective)]
+            raise ValueError(
+                f"compose={traits.name} needs objective={traits.objective}; "
+                f"with objective={self.objective} use compose={_alternatives(others)}"
+            )
+        if self.skip == "edm" and self.objective == "denoise" and not traits.edm:
+            able = _alternatives(t.name for t in TRAITS.values() if t.edm)
+            raise ValueError(f"skip=edm only composes by {able}; use compose={able} or skip=exact")
+        if traits.fusion and self.blocks < 2:
+            raise ValueError(
+                f"compose={traits.name} needs at least 2 blocks: one to read and the fusion block"
+            )
+
+    def _check_tail(self) -> None:
+        if not self.tail:
+            return
+        if self.objective != "denoise":
+            raise ValueError("tail needs objective=denoise")
+        if self.tail >= self.context:
+            raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
+        if self.tail_sigma_min >= self.sigma_max:
+            raise ValueError(
+                f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}"
+            )
+
+    @model_serializer(mode="wrap")
+    def _without_added_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in serialize(self).items()
+            if name not in ADDED or value != fields[name].default
+        }
+
+    @property
+    def traits(self) -> Traits:
+        """Of its composition."""
+        return TRAITS[self.compose]
+
+    @property
+    def fusion(self) -> int | None:
+        """The number of the fusion block, if the composition has one."""
+        return self.blocks if self.traits.fusion else None
+
     @property
     def independent(self) -> int:
-        """How many blocks read only bytes; they are numbered 1 to this."""
-        return self.blocks - 1 if self.compose == "fuse" else self.blocks
+        """How many blocks read only tokens; they are numbered 1 to this."""
+        return self.blocks - 1 if self.traits.fusion else self.blocks
+
+    @property
+    def predicts_without_noise(self) -> bool:
+        """Whether a block alone is a language model; a block of skip=edm needs a noised target."""
+        return self.objective == "next" or self.skip == "exact"
 
     def reads(self, index: int) -> int:
         """How many blocks this one reads the features of: all others if it is the fusion block."""
-        return self.independent if index > self.independent else 0
+        return self.independent if index == self.fusion else 0
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the canonical JSON: equal exactly where all settings are."""
+        """sha256 of the canonical JSON: equal if and only if all settings are equal."""
         canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def replace(self, **changes: Any) -> Config:
-        """The same settings with some changed, validated again."""
+        """A copy with some settings changed, validated again."""
         return make_config({**self.model_dump(), **changes})
 
 
 def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
-    """Validated settings; those named win over the preset, the preset over the defaults."""
+    """Validated settings. Given ones override the preset, the preset overrides the defaults."""
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(sorted(PRESETS))}")
     try:
@@ -197,13 +304,13 @@ def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file, not yet validated."""
+    """The content of a TOML file, not yet validated."""
     try:
-        with path.open("rb") as file:  # which may be endless
+        with path.open("rb") as file:  # it may be endless, like /dev/zero
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ConfigError(
-                f"{path} has more than {LARGEST_FILE} bytes: that is no settings file"
+                f"{path} has more than {LARGEST_FILE} bytes: it is not a settings file"
             )
         return tomllib.loads(content.decode())
     except OSError as error:
@@ -215,11 +322,19 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings in a TOML file, not yet validated, and what a run's own config.toml says besides; nothing without a file."""
+    """The settings in a TOML file, not yet validated, and the other keys of a run's config.toml.
+
+    Both are empty without a file.
+    """
     settings = read_toml(path) if path else {}
     return settings, {
-        name: settings.pop(name) for name in (*OF_RUN, "fingerprint") if name in settings
+        name: settings.pop(name) for name in (*RUN_ONLY, "fingerprint") if name in settings
     }
+
+
+def _alternatives(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _fitting(width: int, heads: int) -> str:
@@ -239,12 +354,13 @@ def sentence(error: ValidationError) -> str:
             parts.append(f"{name}: {words(item)} (got {item['input']!r})" if name else words(item))
     if unknown:
         parts.append(
-            f"unknown setting {', '.join(unknown)}; known settings: {', '.join([*OF_RUN, *Config.model_fields])}"
+            f"unknown setting {', '.join(unknown)}; "
+            f"known settings: {', '.join([*RUN_ONLY, *Config.model_fields])}"
         )
     return "; ".join(parts)
 
 
 def words(item: ErrorDetails) -> str:
     """What one field must be, from pydantic's report of it."""
-    said = item["msg"].removeprefix("Value error, ")
-    return WORDS[item["type"]].format(**item.get("ctx", {})) if item["type"] in WORDS else said
+    message = item["msg"].removeprefix("Value error, ")
+    return WORDS[item["type"]].format(**item.get("ctx", {})) if item["type"] in WORDS else message

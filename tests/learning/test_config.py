@@ -1,4 +1,4 @@
-"""Settings: every rule, sentences for what makes no sense, TOML there and back, the fingerprint, the presets."""
+"""Settings: every rule, sentences for wrong ones, TOML there and back, fingerprint, presets."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from blocktrain.config import PRESETS, Config, make_config, read_toml
 from blocktrain.errors import ConfigError
 
+FIRST_RELEASE = "ddbb384af72902d0d8bbc79724cc1bf2d573c79bf2a9bf3eccc615c95558beab"
 DENOISE = {"objective": "denoise", "compose": "euler"}
 
 
@@ -153,7 +154,10 @@ def test_toml_there_and_back(settings: dict[str, Any]) -> None:
     assert again.fingerprint == config.fingerprint
 
 
-def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
+def test_the_fingerprint_is_stable_and_hears_every_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blocktrain.config.TOKENIZERS", {"bytes", "other"})
     config = make_config({"objective": "denoise", "compose": "euler", "tail": 2})
     assert (
         config.fingerprint == make_config(dict(reversed(config.model_dump().items()))).fingerprint
@@ -174,9 +178,11 @@ def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
         "heads": 2,
         "optimizer": "muon",
         "fusion_optimizer": "adamw",
+        "tokenizer": "other",
     }
     seen = {config.fingerprint}
-    for name, value in config.model_dump().items():
+    for name in Config.model_fields:
+        value = getattr(config, name)
         other: dict[str, Any] = {
             name: changes[name] if name in changes else value * 2 if value else 1
         }
@@ -184,6 +190,37 @@ def test_the_fingerprint_is_stable_and_hears_every_setting() -> None:
             other |= {"compose": "pool", "tail": 0}
         seen.add(config.replace(**other).fingerprint)
     assert len(seen) == 1 + len(Config.model_fields)
+
+
+def test_a_setting_that_was_added_later_keeps_the_fingerprint_of_older_runs() -> None:
+    """The number is the one that the first release gave."""
+    assert "tokenizer" not in Config().model_dump()
+    assert make_config({"tokenizer": "bytes"}).model_dump() == Config().model_dump()
+    assert Config().fingerprint == FIRST_RELEASE
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [
+        ({"compose": "stack"}, "compose: must be 'fuse', 'pool' or 'euler' (got 'stack')"),
+        ({"tokenizer": "words"}, "tokenizer: must be 'bytes' (got 'words')"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(
+    settings: dict[str, Any], known: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_config(settings)
+    assert str(refused.value) == known
+
+
+def test_the_fusion_block_is_the_last_one() -> None:
+    assert (Config(blocks=4).fusion, Config(blocks=4).reads(4), Config(blocks=4).reads(3)) == (
+        4,
+        3,
+        0,
+    )
+    assert Config(blocks=4, compose="pool").fusion is None
 
 
 def test_settings_are_read_from_a_file(tmp_path: Path) -> None:

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from blocktrain.learning.compose import Model, euler_path
+from blocktrain.learning.compose import Model, context_predictors, euler_path, row_noise
 from blocktrain.learning.data import Corpus
-from blocktrain.learning.evaluate import (
-    context_predictors,
-    cross_entropies,
-    evaluate,
-    evaluate_alone,
-    fit_pool_weights,
-    position_noise_row,
-    text_bits,
-)
-from conftest import random_model, tiny_config, train_block
+from blocktrain.learning.evaluate import cross_entropies, evaluate, evaluate_alone, text_bits
+from blocktrain.learning.pool import fit_pool_weights
+from conftest import random_model, tiny_config, train_model
 
 MODELS = {
     "fuse": random_model(tiny_config()),
@@ -72,7 +65,7 @@ def test_the_noise_of_the_path_belongs_to_the_row(corpus: Corpus) -> None:
     total = 0.0
     for row in range(5):
         ids = torch.tensor([split[row * 16 : row * 16 + 17].tolist()])
-        logits = euler_path(model, ids[:, :-1], position_noise_row(3, 0, row, 16, 8)[None])[-1]
+        logits = euler_path(model, ids[:, :-1], row_noise(3, 0, row, 16, 8)[None])[-1]
         total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item() / 5
     assert evaluate(model, split, seed=3, draws=1)["euler"] == pytest.approx(total, abs=1e-5)
     assert evaluate(model, split, seed=4, draws=1)["euler"] != pytest.approx(total, abs=1e-5)
@@ -138,7 +131,7 @@ def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corp
 def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> None:
     """Their best weights are of both signs: those that are positive are good only together with the others."""
     config = tiny_config(compose="pool", blocks=12, steps=40, data_order="shared")
-    blocks = [train_block(config, n, corpus) for n in range(1, 13)]
+    blocks = train_model(config, corpus).blocks
     weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
     assert (weights > 0).all() and weights.min() == pytest.approx(1e-3)
     equal, fitted = (

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktrain.config import Config
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, build_block
 from blocktrain.learning.model import (
     MIN_ROWS,
     Cache,
-    build_block,
+    IndependentBlock,
+    build_fusion,
+    build_independent,
     build_reference,
     pool,
     target_table,
@@ -94,7 +96,7 @@ def test_cached_equals_the_forward_of_training_to_rounding(name: str) -> None:
     kept = torch.ones(features.shape[:2])
     readout = model.readout()
     plain = (
-        model.fusion.fuse(TEXT, features, kept)
+        model.fusion.combine(TEXT, features, kept)
         if model.fusion
         else readout(readout.normed(features), kept)
     )
@@ -161,12 +163,14 @@ def test_the_positions_of_a_tail_see_each_other_and_not_their_bytes() -> None:
 
 def test_fusion_starts_exactly_as_the_pool() -> None:
     config = tiny_config(context=CONTEXT)
-    fusion = build_block(config, config.blocks)
+    fusion = build_fusion(config, config.blocks)
     fusion.readout.copy_from(FUSE.blocks)
     features, kept = FUSE.all_features(TEXT), torch.ones(2, 1)
     readout = Model(config, FUSE.blocks).readout()
     assert fusion.correct.weight.any()  # what trains has a gradient from the first step on
-    assert torch.equal(fusion.fuse(TEXT, features, kept), readout(readout.normed(features), kept))
+    assert torch.equal(
+        fusion.combine(TEXT, features, kept), readout(readout.normed(features), kept)
+    )
 
 
 def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> None:
@@ -174,7 +178,7 @@ def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> Non
     assert fusion is not None
     changed = features.clone()
     changed[0, :, 40] += 1
-    before, after = fusion.fuse(TEXT, features, kept), fusion.fuse(TEXT, changed, kept)
+    before, after = fusion.combine(TEXT, features, kept), fusion.combine(TEXT, changed, kept)
     assert torch.equal(before[:, :40], after[:, :40])
     assert not torch.allclose(before[:, 40], after[:, 40])
     handed = to_the_next(features[0], None)
@@ -183,7 +187,7 @@ def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> Non
 
 def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:
     config = tiny_config(context=CONTEXT)
-    fusion = build_block(config, config.blocks)
+    fusion = build_fusion(config, config.blocks)
     fusion.readout.copy_from(FUSE.blocks)
     fusion.load_state_dict(
         {
@@ -192,13 +196,13 @@ def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:
         }
     )
     features, kept = FUSE.all_features(TEXT), torch.tensor([[0.0], [1.0]])
-    before = fusion.fuse(TEXT, features, kept)
+    before = fusion.combine(TEXT, features, kept)
     with torch.no_grad():
         fusion.correct.weight[:, : config.width] = 0  # onto the features of block 1
-    assert not torch.allclose(fusion.fuse(TEXT, features, kept), before)
+    assert not torch.allclose(fusion.combine(TEXT, features, kept), before)
     assert torch.equal(
-        fusion.fuse(TEXT, features, kept),
-        fusion.fuse(TEXT, features * kept[:, :, None, None], kept),
+        fusion.combine(TEXT, features, kept),
+        fusion.combine(TEXT, features * kept[:, :, None, None], kept),
     )
 
 
@@ -215,10 +219,10 @@ def test_one_product_pools_as_the_mean_of_log_probabilities_does() -> None:
 
 def test_fusion_holds_copies_of_norms_and_heads_and_does_not_train_them() -> None:
     config = tiny_config()
-    blocks = [build_block(config, n) for n in (1, 2)]
+    blocks = [build_independent(config, n) for n in (1, 2)]
     for n, block in enumerate(blocks):
         torch.nn.init.normal_(block.norm.scale, generator=torch.Generator().manual_seed(n))
-    fusion = build_block(config, 3)
+    fusion = build_fusion(config, 3)
     fusion.readout.copy_from(blocks)
     for n, block in enumerate(blocks):
         assert torch.equal(fusion.readout.norms[n], block.norm.scale)
@@ -237,10 +241,11 @@ def test_a_missing_block_leaves_no_trace_in_the_fused_answer() -> None:
     garbled[1] = 1e3
     kept = torch.tensor([[1.0], [0.0]])
     assert torch.equal(
-        FUSE.fusion.fuse(TEXT, features, kept), FUSE.fusion.fuse(TEXT, garbled, kept)
+        FUSE.fusion.combine(TEXT, features, kept), FUSE.fusion.combine(TEXT, garbled, kept)
     )
     assert not torch.allclose(
-        FUSE.fusion.fuse(TEXT, features, torch.ones(2, 1)), FUSE.fusion.fuse(TEXT, features, kept)
+        FUSE.fusion.combine(TEXT, features, torch.ones(2, 1)),
+        FUSE.fusion.combine(TEXT, features, kept),
     )
 
 
@@ -281,7 +286,7 @@ def test_only_denoising_blocks_hold_what_reads_z() -> None:
     paper = {"compose": "euler", "objective": "denoise", "skip": "edm"}
     assert names(tiny_config(**paper)) == plain | {"z_in", "noise_in", "z_out"}
     assert names(tiny_config(**paper, tail=4)) == plain | {"z_in", "noise_in", "z_out", "mask"}
-    block = build_block(tiny_config(**paper), 1)
+    block = build_independent(tiny_config(**paper), 1)
     assert not block.z_in.weight.any() and not block.noise_in.weight.any()
 
 
@@ -297,13 +302,13 @@ def test_initial_weights_are_a_function_of_seed_and_index() -> None:
     assert not torch.equal(first, build_block(config.replace(seed=1), 1).embed)
 
 
-def test_the_reference_has_all_layers_and_reads_only_bytes() -> None:
+def test_the_reference_has_all_layers_and_reads_only_tokens() -> None:
     config = tiny_config(
         blocks=3, layers_per_block=2, objective="denoise", compose="euler", skip="edm", tail=2
     )
     reference = build_reference(config)
     assert len(reference.layers) == 6
-    assert reference.skip is None and reference.reads == 0
+    assert reference.skip is None and isinstance(reference, IndependentBlock)
     assert {name.split(".")[0] for name, _ in reference.named_parameters()} == {
         "embed",
         "layers",

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, independent
 from blocktrain.learning.evaluate import evaluate
-from blocktrain.learning.model import build_block, target_table
+from blocktrain.learning.model import build_fusion, build_independent, target_table
 from blocktrain.learning.objective import (
     denoise_logits,
     denoise_loss,
@@ -27,7 +27,7 @@ TOKENS = torch.randint(0, 256, (3, 17), generator=torch.Generator().manual_seed(
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 4.0])
 def test_the_exact_skip_is_bayes_rule(sigma: float) -> None:
     config = tiny_config(objective="denoise", compose="pool")
-    block, table = build_block(config, 1), target_table(config)
+    block, table = build_independent(config, 1), target_table(config)
     token, level = torch.tensor([[7]]), torch.tensor(sigma)
     symbols, prior = [65, 66, 200], np.array([0.5, 0.3, 0.2])
     logits = torch.full((256,), -100.0)
@@ -52,7 +52,7 @@ def test_the_exact_skip_is_bayes_rule(sigma: float) -> None:
 
 def test_with_all_noise_the_exact_skip_is_the_plain_loss() -> None:
     config = tiny_config(objective="denoise", compose="pool")
-    block, table = build_block(config, 1), target_table(config)
+    block, table = build_independent(config, 1), target_table(config)
     z = torch.zeros(3, 16, 8)
     found = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e6), config.sigma_data)
     assert torch.allclose(found, block(block.features(TOKENS[:, :-1])), atol=1e-5)
@@ -60,7 +60,7 @@ def test_with_all_noise_the_exact_skip_is_the_plain_loss() -> None:
 
 def test_without_noise_edm_reads_z_itself() -> None:
     config = tiny_config(objective="denoise", compose="euler", skip="edm")
-    block, table = build_block(config, 1), target_table(config)
+    block, table = build_independent(config, 1), target_table(config)
     z = table[TOKENS[:, 1:]]
     found = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e-6), config.sigma_data)
     assert torch.allclose(found, block.head(z), atol=1e-4)
@@ -78,10 +78,10 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_next_byte() -> None:
 def test_only_edm_weighs_its_loss() -> None:
     draws = lambda: torch.Generator().manual_seed(1)  # noqa: E731
     exact = tiny_config(objective="denoise", compose="pool")
-    loss = denoise_loss(build_block(exact, 1), target_table(exact), TOKENS, exact, 1, draws())
+    loss = denoise_loss(build_independent(exact, 1), target_table(exact), TOKENS, exact, 1, draws())
     assert loss.total.item() == pytest.approx(loss.ce.item())
     edm = tiny_config(objective="denoise", compose="euler", skip="edm")
-    loss = denoise_loss(build_block(edm, 1), target_table(edm), TOKENS, edm, 1, draws())
+    loss = denoise_loss(build_independent(edm, 1), target_table(edm), TOKENS, edm, 1, draws())
     assert (
         loss.total.item() > 3.5 * loss.ce.item()
     )  # the weight is above 1 / sigma_data^2 = 4 at every level
@@ -100,7 +100,7 @@ def test_only_the_tail_goes_below_the_lowest_noise() -> None:
 
 def test_a_tail_trains_its_mask_and_only_in_its_share() -> None:
     config = tiny_config(objective="denoise", compose="euler", tail=4, tail_share=0.5)
-    block, table = build_block(config, 1), target_table(config)
+    block, table = build_independent(config, 1), target_table(config)
     touched = 0
     for seed in range(20):
         block.zero_grad(set_to_none=True)
@@ -132,7 +132,9 @@ def test_training_loss_leaks_below_sigma_one_and_composition_gains_nothing() -> 
             np.mean([loss for _, loss in trainer.run(text, config.steps)][-10:])
             for trainer in trainers
         ]
-        composed = evaluate(Model(config, [t.block for t in trainers]), text[:801], draws=1)
+        composed = evaluate(
+            Model(config, independent({t.index: t.block for t in trainers})), text[:801], draws=1
+        )
         leaked[sigma_min] = floor - ce[1]
         assert composed["euler"] > floor - 0.01
         assert composed["block_2"] > floor - 0.01
@@ -151,7 +153,7 @@ def test_the_fusion_loss_leaves_out_blocks_but_never_all() -> None:
     whole = fusion_loss(
         model.fusion, model.blocks, TOKENS, 0.0, torch.Generator().manual_seed(0)
     ).total
-    logits = model.fusion.fuse(
+    logits = model.fusion.combine(
         TOKENS[:, :-1], read_features(model.blocks, TOKENS[:, :-1]), torch.ones(2, 3)
     )
     assert whole.item() == pytest.approx(
@@ -161,8 +163,8 @@ def test_the_fusion_loss_leaves_out_blocks_but_never_all() -> None:
 
 def test_what_fusion_reads_gets_no_gradient() -> None:
     config = tiny_config()
-    sources = [build_block(config, n) for n in (1, 2)]
-    fusion = build_block(config, 3)
+    sources = [build_independent(config, n) for n in (1, 2)]
+    fusion = build_fusion(config, 3)
     fusion.readout.copy_from(sources)
     fusion_loss(fusion, sources, TOKENS, 0.15, torch.Generator().manual_seed(0)).total.backward()
     assert all(p.grad is None for source in sources for p in source.parameters())

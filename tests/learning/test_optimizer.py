@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from blocktrain.learning.model import build_block
+from blocktrain.learning.compose import build_block
 from blocktrain.learning.optimizer import INSIDE, Optimizers, orthogonal
 from conftest import tiny_config
 

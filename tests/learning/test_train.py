@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blocktrain.config import Schedule
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.data import Corpus
-from blocktrain.learning.model import build_block
+from blocktrain.learning.model import build_independent
 from blocktrain.learning.train import REFERENCE, Trainer, learning_rate, pick_device
 from conftest import tiny_config
 
@@ -34,8 +34,8 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 def trainer_of(kind: str, **changes: Any) -> Trainer:
     settings, index = KINDS[kind]
     config = tiny_config(**{**settings, **changes})
-    reads = config.compose == "fuse" and index == config.blocks
-    return Trainer(config, index, [build_block(config, n) for n in (1, 2)] if reads else [])
+    reads = index == config.fusion
+    return Trainer(config, index, [build_independent(config, n) for n in (1, 2)] if reads else [])
 
 
 def run(trainer: Trainer, corpus: Corpus, until: int) -> list[float]:
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_is_a_sentence(corpus: Corpus) -> None:
 
 def test_a_fusion_trainer_needs_all_it_reads() -> None:
     with pytest.raises(ConfigError, match="reads 2 blocks, 1 were given"):
-        Trainer(tiny_config(), 3, [build_block(tiny_config(), 1)])
+        Trainer(tiny_config(), 3, [build_independent(tiny_config(), 1)])
 
 
 def test_bfloat16_trains_float32_weights(corpus: Corpus) -> None:

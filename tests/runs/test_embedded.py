@@ -16,6 +16,7 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.errors import RunError
+from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.protocol.events import read_events
@@ -114,7 +115,8 @@ class Here:
 
 def alone(config: Config, index: int, corpus: Corpus, read: list[Trainer] | None = None) -> Trainer:
     """The plain loop."""
-    trainer = Trainer(config, index, [source.block for source in read or []])
+    sources = independent({source.index: source.block for source in read or []})
+    trainer = Trainer(config, index, sources)
     for _ in trainer.run(corpus.train, config.steps):
         pass
     return trainer

@@ -410,7 +410,7 @@ def _fused(
     part: slice,
 ) -> torch.Tensor:
     assert model.fusion is not None
-    return model.fusion.fuse(tokens[:, part], features[:, :, part], kept, cache)
+    return model.fusion.combine(tokens[:, part], features[:, :, part], kept, cache)
 
 
 @in_a_loop

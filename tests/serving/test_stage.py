@@ -21,7 +21,7 @@ from blocktrain.learning.compose import (
     position_noise,
     window_noise,
 )
-from blocktrain.learning.model import Block, Cache
+from blocktrain.learning.model import Cache, IndependentBlock
 from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Kind, Run, Why
@@ -167,7 +167,7 @@ async def test_half_precision_on_the_wire_rounds_and_nothing_else() -> None:
 # -- rings
 
 
-def reference_logits(block: Block, text: bytes) -> Tensor:
+def reference_logits(block: IndependentBlock, text: bytes) -> Tensor:
     ids, cache = ids_of(text), Cache(block, 1)
     with torch.no_grad():
         return in_pieces(lambda part: block(block.features(ids[:, part], cache=cache)), len(text))

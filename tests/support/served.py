@@ -16,7 +16,7 @@ import httpx2
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
 from blocktrain.runs.folder import create_run, publish, seal
-from conftest import tiny_config, train_block
+from conftest import tiny_config, train_model
 from support.command import start
 from support.waiting import PATIENCE
 
@@ -26,8 +26,7 @@ def a_model(corpus: Corpus) -> Model:
     config = tiny_config(
         blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2
     )
-    blocks = [train_block(config, n, corpus) for n in range(1, config.independent + 1)]
-    return Model(config, blocks, train_block(config, config.blocks, corpus, blocks))
+    return train_model(config, corpus)
 
 
 def saved(model: Model, folder: Path) -> Path:

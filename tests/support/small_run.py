@@ -10,15 +10,16 @@ import torch
 
 from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
+from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus
-from blocktrain.learning.model import build_block
-from blocktrain.learning.train import Trainer, put_weights
+from blocktrain.learning.train import Trainer
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import Identity, identity_from_seed
 from blocktrain.protocol.messages import Blob, Join, Lineage, Submission, Task, TaskRequest, Wait
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web.client import LocalClient, upload
+from blocktrain.worker.task import read_blocks
 from conftest import tiny_config
 
 CONFIG = tiny_config(blocks=2, steps=6, batch=2, width=8, heads=1)
@@ -60,11 +61,8 @@ class Hand:
     def train(self) -> tuple[Task, bytes, Submission]:
         task = self.next
         assert isinstance(task, Task), task
-        sources = []
-        for pin in task.features:
-            sources.append(build_block(CONFIG, pin.block))
-            put_weights(sources[-1], self.tensors(pin.weights))
-        trainer = Trainer(CONFIG, task.block, sources, task.start_step, task.stream)
+        sources = read_blocks(CONFIG, task.features, self.tensors)
+        trainer = Trainer(CONFIG, task.block, independent(sources), task.start_step, task.stream)
         base = self.tensors(task.weights)
         trainer.load_weights(base)
         before, parent, moments, residual = self.state.get(task.block, (None, None, {}, {}))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import Model
-from blocktrain.learning.model import Block, Cache, build_reference
+from blocktrain.learning.model import Cache, IndependentBlock, build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Decoder, Frame, Header
@@ -51,7 +51,7 @@ async def watched(work: Coroutine[Any, Any, None]) -> None:
     assert not troubles
 
 
-def random_reference(config: Config) -> Block:
+def random_reference(config: Config) -> IndependentBlock:
     """The end-to-end model with random weights everywhere."""
     made = build_reference(config)
     generator = torch.Generator().manual_seed(6)

@@ -19,10 +19,10 @@ import pytest
 from blocktrain.cli import app as cli
 from blocktrain.cli.environment import newest_unfinished
 from blocktrain.errors import RunError
+from blocktrain.learning.compose import build_block
 from blocktrain.learning.data import open_corpus
-from blocktrain.learning.model import build_block
 from blocktrain.runs.folder import Run, open_run, publish
-from conftest import train_block
+from conftest import train_model
 from support.command import blocktrain
 
 TINY = [
@@ -202,9 +202,8 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
     )  # the reference was not forgotten
     config = open_run(tmp_path / "cut").config
     corpus = open_corpus(str(text), None, tmp_path)
-    blocks = [train_block(config, index, corpus) for index in (1, 2)]
-    blocks.append(train_block(config, 3, corpus, blocks))
-    for index, block in enumerate(blocks, 1):  # as the plain loop leaves them, never stopped
+    blocks = train_model(config, corpus).select((1, 2, 3))
+    for index, block in blocks.items():  # as the plain loop leaves them, never stopped
         publish(Run(tmp_path / "whole"), index, block)
         assert (
             Run(tmp_path / "cut").weights(index).read_bytes()

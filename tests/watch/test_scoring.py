@@ -8,20 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from blocktrain.coordinator.calls import Coordinator
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, composition_of, context_predictors
 from blocktrain.learning.data import Corpus, Source
-from blocktrain.learning.evaluate import (
-    context_predictors,
-    cross_entropies,
-    evaluate,
-    fit_pool_weights,
-)
+from blocktrain.learning.evaluate import cross_entropies, evaluate
+from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.messages import BlockVersion
 from blocktrain.protocol.tensors import unpack
@@ -53,17 +48,18 @@ def trained_run(
 def expected(coordinator: Coordinator, corpus: Corpus) -> dict[str, float]:
     live = coordinator.live
 
-    def blocks(pins: list[BlockVersion]) -> Any:
-        return read_blocks(CONFIG, pins, lambda blob: unpack(live.store.blobs.read(blob.sha256)))
+    def model(pins: list[BlockVersion]) -> Model:
+        read = live.store.blobs.read
+        blocks = read_blocks(CONFIG, pins, lambda blob: unpack(read(blob.sha256)))
+        composition_of(CONFIG).connect(CONFIG, blocks)
+        return composition_of(CONFIG).assemble(CONFIG, blocks)
 
     newest = [live.newest(index) for index in sorted(live.state.blocks)]
-    own, fusion = blocks(newest[:-1]), blocks(newest[-1:])[0]
-    read = blocks(list(live.recall.features[CONFIG.blocks]))
-    fusion.readout.copy_from(read)
-    alone = Model(CONFIG, own)
+    alone = model(newest[:-1])
     alone.pool_weights = fit_pool_weights(alone, corpus.calibration)
     found = cross_entropies(context_predictors(alone), corpus.valid, CONFIG.context)
-    fused = evaluate(Model(CONFIG, read, fusion), corpus.valid)["fuse"]
+    whole = model([*live.recall.features[CONFIG.blocks], newest[-1]])
+    fused = evaluate(whole, corpus.valid)["fuse"]
     return {**{name.replace("_", "-"): ce for name, ce in found.items()}, "fused": fused}
 
 

@@ -19,6 +19,7 @@ from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import ConfigError, RunError, Unreachable
+from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source, open_corpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.train import Trainer, block_weights, read_state, write_state
@@ -112,14 +113,13 @@ def place(tmp_path: Path, corpus_folder: Path) -> Iterator[Callable[..., Place]]
 
 def plain(config: Config, corpus: Corpus) -> list[Block]:
     """What the plain loop gives, block by block."""
-    blocks: list[Block] = []
+    blocks: dict[int, Block] = {}
     for index in range(1, config.blocks + 1):
-        reads = config.compose == "fuse" and index == config.blocks
-        trainer = Trainer(config, index, list(blocks) if reads else [])
+        trainer = Trainer(config, index, independent(blocks) if config.reads(index) else [])
         for _ in trainer.run(corpus.train, config.steps):
             pass
-        blocks.append(trainer.block)
-    return blocks
+        blocks[index] = trainer.block
+    return list(blocks.values())
 
 
 def assert_plain(place: Place, corpus: Corpus) -> None:

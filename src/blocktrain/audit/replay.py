@@ -18,8 +18,10 @@ from torch import Tensor
 from blocktrain.audit.evidence import Finding, Judged, Name, Progress
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
-from blocktrain.learning.data import Bytes, open_corpus
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.compose import build_block, independent
+from blocktrain.learning.data import open_corpus
+from blocktrain.learning.model import Block
+from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import Trainer, block_weights, one_thread, put_weights
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.messages import Blob, Order, Submission
@@ -55,7 +57,7 @@ def retrain(
     uses = Counter(before for befores in needs.values() for before in befores)
     ends: dict[int, _End] = {}
     findings = list(_beginnings(config, run))
-    with one_thread(), _corpus(run, read) as text:
+    with one_thread(), _corpus(config, run, read) as text:
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
             problems, end = _again(update, config, text, ends, read)
@@ -77,12 +79,12 @@ def _continued(update: Judged) -> set[int]:
 
 
 @contextmanager
-def _corpus(run: ledger.RunFacts, read: Read) -> Iterator[Bytes]:
+def _corpus(config: Config, run: ledger.RunFacts, read: Read) -> Iterator[Ids]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.txt").write_bytes(read(run.corpus.train))
         (folder / "valid.txt").write_bytes(read(run.corpus.valid))
-        yield open_corpus(name, None, folder).train
+        yield open_corpus(name, None, folder).encode(tokenizer_of(config)).train
 
 
 def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
@@ -98,7 +100,7 @@ def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
 
 
 def _again(
-    update: Judged, config: Config, text: Bytes, ends: Mapping[int, _End], read: Read
+    update: Judged, config: Config, text: Ids, ends: Mapping[int, _End], read: Read
 ) -> tuple[list[tuple[Name, str]], _End | None]:
     """Train an update again, and hold what comes out against what was sent."""
     order, sent = update.order, update.submission
@@ -131,14 +133,11 @@ def _end(ends: Mapping[int, _End], task: int | None) -> _End | None:
 
 
 def _trained(
-    update: Judged, config: Config, text: Bytes, parent: _End | None, read: Read
+    update: Judged, config: Config, text: Ids, parent: _End | None, read: Read
 ) -> tuple[Trainer, list[float]]:
     order = update.order
-    sources = [
-        _source(config, pin.block, read(pin.weights))
-        for pin in sorted(order.features, key=lambda pin: pin.block)
-    ]
-    trainer = Trainer(config, order.block, sources, order.start_step, order.stream)
+    sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
+    trainer = Trainer(config, order.block, independent(sources), order.start_step, order.stream)
     trainer.load_weights(tensors.unpack(read(order.weights)))
     # Copies: the optimizer works in place, and another task may continue the same state.
     trainer.restore(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from blocktrain.learning.data import Bytes
+from blocktrain.learning.tokenizer import Bytes
 
 
 def header(command: str, seed: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from blocktrain.bench.machine import random_bytes
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.model import Block, build_independent
 from blocktrain.learning.train import REFERENCE, Trainer, one_thread
 
 BLOCKS = (2, 4, 8, 16)
@@ -67,7 +67,7 @@ def _shaped(base: Config, blocks: int, depth: int) -> Config:
 def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
     """One number of blocks: an independent worker, and the fusion worker where there is one."""
     worker = _trained(Trainer(config, 1))
-    fusion = _fusion(config) if config.compose == "fuse" else None
+    fusion = _fusion(config) if config.fusion else None
     return {
         "blocks": config.blocks,
         "layers_per_block": config.layers_per_block,
@@ -81,14 +81,16 @@ def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
 
 def _fusion(config: Config) -> dict[str, int]:
     """The fusion worker: the three kinds, and what it holds of the others."""
-    sources = [build_block(config, index) for index in range(1, config.blocks)]
+    sources = [build_independent(config, index) for index in range(1, config.blocks)]
     trainer = Trainer(config, config.blocks, sources)
+    if trainer.fusion is None:
+        raise ConfigError(f"block {config.blocks} is not a fusion block")
     held = _trained(trainer)
     # Autograd saves the normed features, which are among the activations; the raw ones are held beside them until the
     # forward pass ends. They are counted too: the figure is what the worker needs, not what is left when it turns back.
     features = len(sources) * config.batch * config.context * config.width * torch.float32.itemsize
     # The readout's copies of their norms and heads are weights of the others that it holds a second time.
-    copies = sum(storages([trainer.block.readout.norms, trainer.block.readout.heads]).values())
+    copies = sum(storages([trainer.fusion.readout.norms, trainer.fusion.readout.heads]).values())
     frozen = sum(storages(_constants(sources)).values()) + copies
     total = held["total"] + frozen + features
     return {

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from blocktrain.bench.machine import random_bytes
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.data import Bytes
-from blocktrain.learning.model import build_block
+from blocktrain.learning.model import build_independent
 from blocktrain.learning.optimizer import Optimizers
+from blocktrain.learning.tokenizer import Bytes
 from blocktrain.learning.train import Trainer, one_thread, pick_device
 
 BOUND = 1.05
@@ -66,7 +66,7 @@ def measure_step(
 def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
     """What one would write by hand for this block: no schedule, no checks, no resuming. Yields the loss of each step."""
     device = pick_device(config.device)
-    block = build_block(config, 1).to(device)
+    block = build_independent(config, 1).to(device)
     optimizer = Optimizers(block, config.optimizer, weight_decay=config.weight_decay)
     random = np.random.default_rng(config.seed)
     while True:

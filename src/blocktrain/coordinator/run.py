@@ -155,9 +155,7 @@ class LiveRun:
                 )
                 self.store.publish_version(now, record, [], {}, self._version_body(record, None))
         self.recall.catch_up(self.store)
-        recovered = self.store.recover(
-            now, self.config.blocks if self.config.compose == "fuse" else None
-        )
+        recovered = self.store.recover(now, self.config.fusion)
         self.state = replace(recovered, stopping=self.recall.finished)
         self.known = {w.state.id: w for w in self.store.workers()}
         self.recall.forget_tasks(set(self.state.leases))

@@ -1,14 +1,19 @@
-"""Blocks as plain callables -> one model.
+"""Blocks -> one model. There is one table with a row per composition: `COMPOSITIONS`.
 
-A *stage* is anything called as `stage(ids, start) -> features`: it forgets what it knew from position `start` on, reads
-the ids from there, and returns their features (1, T, W). Local blocks and remote ones look alike. A *scorer* is the same
-one level up, `scorer(ids, start) -> logits`: the composed model with its caches.
+A row builds blocks, says what each one trains on, assembles a model from them, scores it, and
+says how it is served. To add a composition, write one class and `register` an instance; nothing
+else asks which composition a model has.
+
+A *stage* is anything called as `stage(ids, start) -> features`: it forgets what it knew from
+position `start` on, reads the ids from there, and returns their features (1, T, W). Local blocks
+and remote ones look alike. A *scorer* is the same one level up, `scorer(ids, start) -> logits`:
+the composed model with its caches.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,25 +21,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.config import Config
+from blocktrain.config import TRAITS, Config, Traits
 from blocktrain.errors import ConfigError
-from blocktrain.learning.model import Block, Cache, Readout, target_table
+from blocktrain.learning.model import (
+    Block,
+    Cache,
+    FanReadout,
+    FusionBlock,
+    IndependentBlock,
+    Readout,
+    build_fusion,
+    build_independent,
+    pool,
+    target_table,
+)
 from blocktrain.learning.noise import edm, euler_step, in_tail, noise_levels
-from blocktrain.learning.objective import denoise_logits
+from blocktrain.learning.objective import Loss, denoise_logits, denoise_loss, fusion_loss, next_loss
 
 Stage = Callable[[Tensor, int], Tensor]
 Scorer = Callable[[Tensor, int], Tensor]
+Predictors = Callable[[Tensor, int], dict[str, Tensor]]
+"""(tokens (B, T), index of the first row) -> log-probabilities or logits (B, T, V) by name."""
+LoadBlocks = Callable[[Iterable[int]], Mapping[int, Block]]
+"""Blocks by number, from wherever they are."""
 PIECE = 128
+MARGINAL_DRAWS = 8
 
 
 @dataclass
 class Model:
-    """A trained run: its independent blocks in order, the fusion block if it has one, and the fitted pool weights."""
+    """A trained model: its independent blocks in order, and what composes them."""
 
     config: Config
-    blocks: list[Block]
-    fusion: Block | None = None
+    blocks: list[IndependentBlock]
+    fusion: FusionBlock | None = None
     pool_weights: Tensor | None = None
+    """Fitted weights of the pool; None: equal ones."""
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,17 +66,26 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.blocks[0].embed.device
 
+    @property
+    def composition(self) -> Composition:
+        return composition_of(self.config)
+
+    def select(self, numbers: Iterable[int]) -> dict[int, Block]:
+        """Some of its blocks by number, the fusion block included."""
+        known: dict[int, Block] = dict(enumerate(self.blocks, start=1))
+        if self.fusion and self.config.fusion:
+            known[self.config.fusion] = self.fusion
+        return {number: known[number] for number in numbers}
+
     def features(self, number: int, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """What block `number` (from 1) makes of the bytes alone, without a noised target."""
+        """What block `number` (from 1) makes of the tokens alone, without a noised target."""
         block = self.blocks[number - 1]
         if block.skip != "exact":
             return block.features(tokens, cache=cache)
-        z = torch.zeros(
-            *tokens.shape, self.config.z_width, device=self.device
-        )  # the mean of what the block saw
+        # Zero is the mean of the z that the block saw.
+        z = torch.zeros(*tokens.shape, self.config.z_width, device=self.device)
         return block.features(
             tokens, z=z, c_noise=middle_noise(self.config, number, self.device), cache=cache
         )
@@ -64,34 +95,257 @@ class Model:
         return torch.stack([self.features(n, tokens) for n in range(1, len(self.blocks) + 1)])
 
     def readout(self) -> Readout:
-        """The pool of the independent blocks under the fitted weights (equal ones where none are fitted)."""
-        pool = Readout(len(self.blocks), self.config.width).to(self.device).requires_grad_(False)
-        pool.copy_from(self.blocks)
-        if self.pool_weights is not None:
-            pool.weights.copy_(self.pool_weights)
-        return pool
+        """The pool of its independent blocks."""
+        return make_pool(self.config, self.blocks, self.pool_weights)
 
     def scorer(self, *, seed: int = 0) -> Scorer:
         """The composed model as it was meant to be used, with its caches."""
-        if self.config.compose == "euler":
-            return EulerScorer(self, seed)
-        return Fan(
-            [LocalStage(self, n) for n in range(1, len(self.blocks) + 1)],
-            self.fusion or self.readout(),
-        )
+        return self.composition.scorer(self, seed)
 
     def drafter(self, number: int = 1) -> Scorer:
         """One block as a language model of its own."""
-        if self.blocks[number - 1].skip == "edm":
+        if not self.config.predicts_without_noise:
             raise ConfigError(
-                "a block of skip=edm cannot draft; use mode autoregressive, or --draft none for a model with a tail"
+                "a block of skip=edm cannot draft; use mode autoregressive, "
+                "or --draft none for a model with a tail"
             )
         stage = LocalStage(self, number)
         return lambda ids, start: self.blocks[number - 1](stage(ids, start))
 
 
+class Composition:
+    """One row of the table. A subclass names its traits and overrides what differs."""
+
+    traits: Traits
+
+    def build(self, config: Config, index: int) -> Block:
+        """Block `index` (from 1) with its initial weights, a function of (seed, index)."""
+        if index == config.fusion:
+            return build_fusion(config, index)
+        return build_independent(config, index)
+
+    def loss(
+        self,
+        block: Block,
+        sources: Sequence[IndependentBlock],
+        tokens: Tensor,
+        generator: torch.Generator,
+        *,
+        config: Config,
+        index: int,
+        table: Tensor,
+    ) -> Loss:
+        """What block `index` is trained to lower; a fusion block reads the frozen `sources`."""
+        if isinstance(block, FusionBlock):
+            return fusion_loss(block, sources, tokens, config.feature_dropout, generator)
+        if not isinstance(block, IndependentBlock):
+            raise ConfigError(f"compose={config.compose} does not say how block {index} is trained")
+        if block.skip:
+            return denoise_loss(block, table, tokens, config, index, generator)
+        return next_loss(block, tokens)
+
+    def connect(self, config: Config, blocks: Mapping[int, Block]) -> None:
+        """Copy what a fusion block keeps of the blocks it reads; it does not travel with it."""
+        fusion = blocks.get(config.fusion or 0)
+        if isinstance(fusion, FusionBlock):
+            fusion.readout.copy_from(independent(blocks))
+
+    def assemble(
+        self, config: Config, blocks: Mapping[int, Block], pool_weights: Tensor | None = None
+    ) -> Model:
+        """The model of all its blocks. Without its fusion block it is only good as a pool."""
+        fusion = blocks.get(config.fusion or 0)
+        return Model(
+            config,
+            independent(blocks),
+            fusion if isinstance(fusion, FusionBlock) else None,
+            pool_weights,
+        )
+
+    def scorer(self, model: Model, seed: int) -> Scorer:
+        """The composed model with its caches, in this process."""
+        stages = [LocalStage(model, n) for n in range(1, len(model.blocks) + 1)]
+        return FanScorer(stages, self.readout(model.config, model.select, model.pool_weights))
+
+    def readout(
+        self, config: Config, load: LoadBlocks, pool_weights: Tensor | None = None
+    ) -> FanReadout:
+        """What combines the features of a fan. It loads only the blocks whose weights it needs."""
+        raise ConfigError(f"compose={config.compose} has no readout; it is served as a ring")
+
+    def extra_readout(self, model: Model) -> FanReadout | None:
+        """What `context_predictors` evaluates beside the blocks and their pool."""
+        return None
+
+    def predictors(
+        self,
+        model: Model,
+        *,
+        seed: int = 0,
+        draws: int = MARGINAL_DRAWS,
+        leave_out: bool = False,
+    ) -> list[Predictors]:
+        """All that can be evaluated of a model; one predictor has the name of the composition."""
+        found = []
+        if model.config.predicts_without_noise:
+            found.append(context_predictors(model, leave_out=leave_out))
+        if model.blocks[0].skip:
+            found.append(euler_predictors(model, seed=seed, draws=draws))
+        return found
+
+    def quick_predictors(self, model: Model, *, seed: int = 0) -> list[Predictors]:
+        """What is scored while a run is going on: the blocks and the composed model."""
+        return [context_predictors(model)] if model.config.predicts_without_noise else []
+
+
+class FanComposition(Composition):
+    """All blocks read the same tokens, and a readout combines their features."""
+
+    def extra_readout(self, model: Model) -> FanReadout | None:
+        if model.config.fusion and not model.fusion:
+            return None
+        return self.readout(model.config, model.select, model.pool_weights)
+
+
+class Fuse(FanComposition):
+    """The last block corrects the features of all others."""
+
+    traits = TRAITS["fuse"]
+
+    def readout(
+        self, config: Config, load: LoadBlocks, pool_weights: Tensor | None = None
+    ) -> FanReadout:
+        number = config.fusion or config.blocks
+        fusion = load([number])[number]
+        if not isinstance(fusion, FusionBlock):
+            raise ConfigError(f"block {number} is not a fusion block")
+        return fusion.requires_grad_(False).eval()
+
+
+class WeightedPool(FanComposition):
+    """A weighted mean of the blocks' log-probabilities."""
+
+    traits = TRAITS["pool"]
+
+    def readout(
+        self, config: Config, load: LoadBlocks, pool_weights: Tensor | None = None
+    ) -> FanReadout:
+        numbers = range(1, config.independent + 1)
+        return make_pool(config, independent(load(numbers)), pool_weights)
+
+    def extra_readout(self, model: Model) -> None:
+        """The pool is evaluated anyway."""
+
+
+class Euler(Composition):
+    """The paper's path: every block denoises a step further."""
+
+    traits = TRAITS["euler"]
+
+    def scorer(self, model: Model, seed: int) -> Scorer:
+        return EulerScorer(model, seed)
+
+    def quick_predictors(self, model: Model, *, seed: int = 0) -> list[Predictors]:
+        path = euler_predictors(model, seed=seed, draws=1)
+
+        def last(tokens: Tensor, first: int) -> dict[str, Tensor]:
+            return {"euler": path(tokens, first)["euler"]}
+
+        return [*super().quick_predictors(model, seed=seed), last]
+
+
+COMPOSITIONS: dict[str, Composition] = {}
+
+
+def register(composition: Composition) -> None:
+    """Let settings name this composition."""
+    COMPOSITIONS[composition.traits.name] = composition
+    TRAITS[composition.traits.name] = composition.traits
+
+
+for _row in (Fuse(), WeightedPool(), Euler()):
+    register(_row)
+
+
+def composition_of(config: Config) -> Composition:
+    return COMPOSITIONS[config.compose]
+
+
+def build_block(config: Config, index: int) -> Block:
+    """Block `index` (from 1) of a run with its initial weights, a function of (seed, index)."""
+    return composition_of(config).build(config, index)
+
+
+def independent(blocks: Mapping[int, Block]) -> list[IndependentBlock]:
+    """The blocks that read only tokens, in order."""
+    return [block for _, block in sorted(blocks.items()) if isinstance(block, IndependentBlock)]
+
+
+def make_pool(
+    config: Config, blocks: Sequence[IndependentBlock], weights: Tensor | None = None
+) -> Readout:
+    """The log-linear pool of some blocks; without weights, of equal ones."""
+    first = blocks[0]
+    found = Readout(len(blocks), config.width, first.vocabulary).to(first.embed.device)
+    found.requires_grad_(False).copy_from(blocks)
+    if weights is not None:
+        found.weights.copy_(weights)
+    return found
+
+
+def context_predictors(model: Model, *, leave_out: bool = False) -> Predictors:
+    """Every block alone, their pool, and what the composition makes of their features.
+
+    With `leave_out` the latter is also evaluated with each block missing in turn.
+    """
+    own, count, name = (
+        model.composition.extra_readout(model),
+        len(model.blocks),
+        model.config.compose,
+    )
+    weights = model.readout().weights
+
+    def predict(tokens: Tensor, first: int) -> dict[str, Tensor]:
+        features = model.all_features(tokens)
+        found = {f"block_{n + 1}": model.blocks[n](features[n]) for n in range(count)}
+        kept = torch.ones(count, tokens.shape[0], device=tokens.device)
+        logp = torch.stack([found[f"block_{n + 1}"].log_softmax(-1) for n in range(count)])
+        found["pool"] = pool(logp, weights, kept)
+        if own is not None:
+            found[name] = own.combine(tokens, features, kept)
+            for n in range(count) if leave_out and count > 1 else ():
+                missing = kept.clone()
+                missing[n] = 0
+                found[f"{name}_without_{n + 1}"] = own.combine(tokens, features, missing)
+        return found
+
+    return predict
+
+
+def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS) -> Predictors:
+    """The paper's path after each block, and (draws > 1) its probabilities averaged over draws."""
+
+    def predict(tokens: Tensor, first: int) -> dict[str, Tensor]:
+        B, T = tokens.shape
+        found: dict[str, Tensor] = {}
+        total: Tensor | None = None
+        for draw in range(draws):
+            rows = [row_noise(seed, draw, first + i, T, model.config.z_width) for i in range(B)]
+            path = euler_path(model, tokens, torch.stack(rows).to(tokens.device))
+            if draw == 0:
+                found = {f"euler_{n + 1}": logits for n, logits in enumerate(path)}
+                found["euler"] = path[-1]
+            p = path[-1].softmax(-1)
+            total = p if total is None else total + p
+        if total is not None and draws > 1:
+            found["marginal"] = (total / draws).log()
+        return found
+
+    return predict
+
+
 def middle_noise(config: Config, number: int, device: torch.device) -> Tensor:
-    """The noise level that block `number` is told when it has no z: the middle of its range."""
+    """The noise level that block `number` gets when it has no z: the middle of its range."""
     low, high = noise_levels(config).ranges(config.blocks, 0.0)[number - 1]
     return edm(torch.tensor((low * high) ** 0.5, device=device), config.sigma_data).noise
 
@@ -110,12 +364,12 @@ class LocalStage:
         )
 
 
-class Fan:
-    """All stages read the same ids; their features meet in the fusion block or in the pool."""
+class FanScorer:
+    """All stages read the same ids; a readout combines their features."""
 
-    def __init__(self, stages: Sequence[Stage], readout: Block | Readout) -> None:
+    def __init__(self, stages: Sequence[Stage], readout: FanReadout) -> None:
         self.stages, self.readout = stages, readout
-        self.cache = Cache(readout, 1) if isinstance(readout, Block) else None
+        self.cache = readout.new_cache()
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         features = torch.stack([stage(ids, start) for stage in self.stages])
@@ -123,24 +377,24 @@ class Fan:
         if self.cache:
             self.cache.truncate(start)
         return in_pieces(
-            lambda part: self._answer(ids[:, part], features[:, :, part], kept), ids.shape[1]
+            lambda part: self.readout.combine(ids[:, part], features[:, :, part], kept, self.cache),
+            ids.shape[1],
         )
-
-    def _answer(self, ids: Tensor, features: Tensor, kept: Tensor) -> Tensor:
-        if isinstance(self.readout, Block):
-            return self.readout.fuse(ids, features, kept, self.cache)
-        return self.readout(self.readout.normed(features), kept)
 
 
 def in_pieces(work: Callable[[slice], Tensor], positions: int) -> Tensor:
-    """`work` on at most PIECE positions at a time, joined: BLAS may sum a longer product in another order."""
+    """`work` on at most PIECE positions at a time, joined.
+
+    BLAS may sum a longer product in another order.
+    """
     return torch.cat([work(slice(i, i + PIECE)) for i in range(0, positions, PIECE)], dim=1)
 
 
 class EulerScorer:
-    """The paper's path: every position starts from its own noise and passes all blocks from high noise to low.
+    """The paper's path: every position starts from its own noise and passes all blocks in order.
 
-    Its blocks mix z into what later positions attend to, so the window is walked again each time instead of cached.
+    Its blocks mix z into what later positions attend to, so nothing can be cached: each call walks
+    the whole window again.
     """
 
     def __init__(self, model: Model, seed: int) -> None:
@@ -149,14 +403,15 @@ class EulerScorer:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.window = torch.cat([self.window[:, :start], ids], dim=1)
-        noise = window_noise(self.seed, bytes(self.window[0].tolist()), self.model.config.z_width)[
-            None
-        ]
+        noise = window_noise(self.seed, self.window[0].tolist(), self.model.config.z_width)[None]
         return euler_path(self.model, self.window, noise.to(self.model.device))[-1][:, start:]
 
 
 def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) -> list[Tensor]:
-    """Logits (B, T, V) after each block, walking the noise levels down from sigma_max; noise (B, T, Z) is standard normal."""
+    """Logits (B, T, V) after each block, walking the noise levels down from sigma_max.
+
+    `noise` (B, T, Z) is standard normal.
+    """
     z = model.config.sigma_max * noise
     path = []
     for number, block in enumerate(model.blocks, start=1):
@@ -168,14 +423,17 @@ def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) ->
 def euler_hop(
     config: Config,
     number: int,
-    block: Block,
+    block: IndependentBlock,
     table: Tensor,
     tokens: Tensor,
     z: Tensor,
     *,
     tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Block `number`'s part of the path: its logits (B, T, V), and z one step further down; a tail goes further than the rest."""
+    """Block `number`'s step of the path: its logits (B, T, V), and z at the next noise level.
+
+    A tail goes further down than the rest.
+    """
     sigma_next, sigma = noise_levels(config).edges(config.blocks)[-number - 1 :][:2]
     if not tail:
         logits = denoise_logits(
@@ -197,16 +455,27 @@ def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:
     return torch.from_numpy(np.stack(rows)).float()
 
 
-def window_noise(seed: int, window: bytes, width: int, first: int = 0) -> Tensor:
-    """Standard normal (bytes from `first` on, width), each row a pure function of the seed and of the window up to there.
+def row_noise(seed: int, draw: int, row: int, count: int, width: int) -> Tensor:
+    """Standard normal (count, width) for one row of a split.
 
-    By its place in the window alone, every window would begin with the noise of the one before, and the text would repeat itself.
+    It is a pure function, so batches may be cut anywhere.
     """
-    read, rows = hashlib.sha256(window[:first]), []
-    for byte in window[first:]:
-        read.update(bytes([byte]))
-        mark = int.from_bytes(read.digest()[:8]) >> 4  # a purpose has the upper bits
-        rows.append(counter_draws("noise", seed, mark).standard_normal(width))
+    return position_noise((seed << 8) + draw, row, 1, count * width).reshape(count, width)
+
+
+def window_noise(seed: int, window: Sequence[int], width: int, first: int = 0) -> Tensor:
+    """Standard normal (tokens from `first` on, width).
+
+    Each row is a pure function of the seed and of the window up to there. If it depended on the
+    place in the window alone, every window would begin with the noise of the one before, and the
+    text would repeat itself.
+    """
+    read, rows = hashlib.sha256(), []
+    for position, token in enumerate(window):
+        read.update(token.to_bytes(max(1, -(-token.bit_length() // 8)), "little"))
+        if position >= first:
+            mark = int.from_bytes(read.digest()[:8]) >> 4  # the upper bits are for the purpose
+            rows.append(counter_draws("noise", seed, mark).standard_normal(width))
     return torch.from_numpy(np.stack(rows)).float() if rows else torch.zeros(0, width)
 
 

@@ -1,4 +1,4 @@
-"""A corpus as memory-mapped bytes, and its batches as a pure function of (seed, stream, step)."""
+"""A corpus as memory-mapped text, and its batches as a pure function of (seed, stream, step)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from blocktrain.errors import CorpusError
-
-Bytes = npt.NDArray[np.uint8]
+from blocktrain.learning.tokenizer import Bytes, Ids, Tokenizer
 
 VALID_SHARE = 0.05
 CALIBRATION_SHARE = 1 / 64
@@ -49,40 +48,63 @@ _HUB = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in three parts: what blocks train on, what pool weights are fitted on, what is evaluated."""
+    """Three parts: what blocks train on, what pool weights are fitted on, what is evaluated.
+
+    It holds text, or (after `encode`) the tokens of a text.
+    """
 
     name: str
-    train: Bytes
-    calibration: Bytes
-    valid: Bytes
+    train: Ids
+    calibration: Ids
+    valid: Ids
+    source: Corpus | None = None
+    """The text that these tokens were made of."""
+
+    def encode(self, tokenizer: Tokenizer) -> Corpus:
+        """The tokens of this text."""
+        text = self.text
+        train, calibration = tokenizer.encode(text.train), tokenizer.encode(text.calibration)
+        return Corpus(self.name, train, calibration, tokenizer.encode(text.valid), text)
+
+    @property
+    def text(self) -> Corpus:
+        return self.source or self
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the valid part: turns nats per token into nats per byte."""
+        return len(self.text.valid) / len(self.valid)
 
     @property
     def hashes(self) -> tuple[str, str]:
         """sha256 of the text to train on, calibration part included, and of the valid part."""
-        return _sha256(self.train, self.calibration), _sha256(self.valid)
+        text = self.text
+        return _sha256(text.train, text.calibration), _sha256(text.valid)
 
     def require(
         self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context"
     ) -> None:
-        """Refuse a corpus that cannot fill one context in each part, or in those that are named."""
+        """Refuse a corpus whose parts (all, or the named ones) do not fill one context."""
+        unit = "tokens" if self.source else "bytes"
         for part in parts or ("train", "calibration", "valid"):
-            found = len(getattr(self, part))
-            if found < context + 1:
+            size = len(getattr(self, part))
+            if size < context + 1:
                 raise CorpusError(
-                    f"{self.name}: the {part} part has {found} bytes, fewer than one context of {context} + 1; {advice}"
+                    f"{self.name}: the {part} part has {size} {unit}, "
+                    f"fewer than one context of {context} + 1; {advice}"
                 )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a corpus is: a name or path, the folder of named corpora, and the folder for what is gathered or downloaded."""
+    """Where a corpus is: a name or path, the folder of named corpora, and the cache folder."""
 
     spec: str
     data_dir: Path | None
     cache_dir: Path
 
     def require_outside(self, folder: Path) -> None:
-        """Refuse to write results into the text that they are about: whoever opens it later would read them."""
+        """Refuse to write results into the corpus: the next reader would take them for text."""
         text = Path(self.spec)
         if (
             self.spec
@@ -115,7 +137,8 @@ def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
     if path.is_file():
         return _whole(path.name, path)
     raise CorpusError(
-        f"no corpus {spec!r}: it is neither a file, nor a folder, nor one of stdlib, {', '.join(_HUB)}"
+        f"no corpus {spec!r}: it is neither a file, nor a folder, "
+        f"nor one of stdlib, {', '.join(_HUB)}"
     )
 
 
@@ -124,15 +147,15 @@ def _is_split(folder: Path) -> bool:
 
 
 def absolute(spec: str) -> str:
-    """The same corpus wherever one stands: names stay, paths are written out."""
+    """A spec that works from any working directory: names stay, paths become absolute."""
     named = spec == "stdlib" or spec in _HUB or not spec
     return spec if named or not Path(spec).exists() else str(Path(spec).resolve())
 
 
 def batch(
-    data: Bytes, *, seed: int, stream: int, step: int, batch: int, context: int
+    data: Ids, *, seed: int, stream: int, step: int, batch: int, context: int
 ) -> torch.Tensor:
-    """(batch, context + 1) byte ids at random offsets: a pure function of (seed, stream, step)."""
+    """(batch, context + 1) ids at random offsets: a pure function of (seed, stream, step)."""
     offsets = batch_offsets(
         len(data), seed=seed, stream=stream, step=step, batch=batch, context=context
     )
@@ -148,10 +171,11 @@ def batch_offsets(
     return np.random.Generator(np.random.Philox(key=key)).integers(0, size - context, size=batch)
 
 
-def rows_without_overlap(
-    data: Bytes, context: int, rows: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(index of the first row, (rows, <= context + 1) ids): every byte but the first is predicted exactly once."""
+def rows_without_overlap(data: Ids, context: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(index of the first row, (rows, <= context + 1) ids).
+
+    Every token but the first is predicted exactly once.
+    """
     full = (len(data) - 1) // context
     for first in range(0, full, rows):
         some = [
@@ -166,9 +190,8 @@ def _whole(name: str, path: Path) -> Corpus:
     """One file split 95 : 5 at a line boundary."""
     data = _map(path)
     cut = int(len(data) * (1 - VALID_SHARE))
-    near = min(
-        1 << 16, (len(data) - cut) // 2
-    )  # at least half of the valid part stays, however long the lines are
+    # At least half of the valid part stays, however long the lines are.
+    near = min(1 << 16, (len(data) - cut) // 2)
     line_end = np.flatnonzero(data[cut : cut + near] == ord("\n"))
     cut += int(line_end[0]) + 1 if len(line_end) else 0
     return _split(name, data[:cut], data[cut:])
@@ -180,7 +203,7 @@ def _split(name: str, train: Bytes, valid: Bytes) -> Corpus:
     return Corpus(name, train[: len(train) - kept], train[len(train) - kept :], valid)
 
 
-def _sha256(*parts: Bytes) -> str:
+def _sha256(*parts: Ids) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.data)
@@ -197,7 +220,7 @@ def _map(path: Path) -> Bytes:
 
 
 def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
-    """The files one after another in one cached file, named by what was read: size and time of each."""
+    """The files one after another in one cached file, named by path, size and time of each."""
     listed = sorted(files)
     if not listed:
         raise CorpusError(f"{name}: no text files found ({', '.join(sorted(TEXT_SUFFIXES))})")
@@ -245,26 +268,29 @@ def _stdlib_files() -> Iterator[Path]:
 
 
 def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
-    """What is text by its name; hidden folders are passed over, and so is what trainings leave, as it grows while they read."""
+    """Files that are text by their name, without hidden folders, the cache and run folders.
 
-    def passed_over(path: Path) -> bool:
+    A run folder grows while its training reads the corpus.
+    """
+
+    def skipped(path: Path) -> bool:
         try:
             is_run = (path / "config.toml").is_file() and (path / "model").is_dir()
-        except OSError:  # nobody may look into it
+        except OSError:  # not readable
             return True
         return is_run or path.name.startswith(".") or path.resolve() == cache.resolve()
 
     return (
         path
-        for path in _files(folder, passed_over)
+        for path in _files(folder, skipped)
         if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
     )
 
 
-def _files(root: Path, passed_over: Callable[[Path], bool]) -> Iterator[Path]:
-    """All files below a folder; folders that are passed over, perhaps large, are not even looked at."""
+def _files(root: Path, skipped: Callable[[Path], bool]) -> Iterator[Path]:
+    """All files below a folder. Skipped folders, which may be large, are not even listed."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not passed_over(Path(folder, name))]
+        folders[:] = [name for name in folders if not skipped(Path(folder, name))]
         yield from (Path(folder, name) for name in files)
 
 
@@ -297,7 +323,8 @@ def _download(name: str, hub_name: str, target: Path) -> None:
             partial.replace(target / ours)
     except Exception as error:
         raise CorpusError(
-            f"{name} is not here and could not be downloaded ({type(error).__name__}); either set BLOCKTRAIN_DATA to a folder "
-            f"with {target.name}/train.txt and {target.name}/valid.txt, or connect to the Hugging Face hub"
-            " and install blocktrain[hub]"
+            f"{name} is not here and could not be downloaded ({type(error).__name__}); "
+            f"either set BLOCKTRAIN_DATA to a folder with {target.name}/train.txt and "
+            f"{target.name}/valid.txt, or connect to the Hugging Face hub and install "
+            "blocktrain[hub]"
         ) from None

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.config import VOCABULARY
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import (
     Model,
@@ -55,12 +54,14 @@ class Sampler:
             p = np.exp(logp[order] - logp.max())
             before = (np.cumsum(p) - p) / p.sum()
             logp[order[1:][before[1:] >= self.top_p]] = -np.inf  # the likeliest always stays
-        return logp + _gumbel(self.seed, position)
+        return logp + _gumbel(self.seed, position, len(logp))
 
 
 @lru_cache(4096)  # a draft and its verification need the same noise within moments
-def _gumbel(seed: int, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return counter_draws("sampling", seed, position).gumbel(size=VOCABULARY)
+def _gumbel(
+    seed: int, position: int, vocabulary: int
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return counter_draws("sampling", seed, position).gumbel(size=vocabulary)
 
 
 @torch.no_grad()

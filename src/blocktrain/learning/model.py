@@ -1,35 +1,44 @@
-"""The whole network: layer, block, the readout of several blocks, the target table, the cache.
+"""The whole network: layer, blocks, the pool of several blocks, the target table, the cache.
 
-Shapes in comments: B sequences, T positions, W width, H heads, D = W / H, V vocabulary, N blocks read, Z z_width.
+Shapes in comments: B sequences, T positions, W width, H heads, D = W / H, V vocabulary,
+N blocks that are read, Z z_width.
 
-Every product of a row with a matrix gives the same bits whether the row comes alone or with others: matrices are stored
-(in, out), rows are padded to four, and cached attention always looks at all key slots. That is what lets a drafted,
-verified or failed-over answer be the same text, byte for byte (docs/method.md, "Same bits").
+A row times a matrix gives the same bits whether the row comes alone or with others: matrices are
+stored (in, out), rows are padded to four, and cached attention always looks at all key slots.
+Because of that a drafted, verified or failed-over answer is the same text, token for token
+(docs/method.md, "Same bits").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktrain.config import VOCABULARY, Config
+from blocktrain.config import Config
+from blocktrain.learning.tokenizer import tokenizer_of
 
 MIN_ROWS = 4
 NOISE_FREQUENCIES = 16
 Look = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values (B, H, T, D), rotated -> what each position takes from those it sees, (B, H, T, D)."""
+"""Attention: rotated queries, keys and values (B, H, T, D) -> what each position takes from those
+it sees, (B, H, T, D)."""
 
 
 class Linear(nn.Module):
-    """x @ weight with the weight stored (in, out): BLAS then gives a row the same bits in any batch of MIN_ROWS or more."""
+    """x @ weight, with the weight stored (in, out).
+
+    In this order BLAS gives a row the same bits in any batch of MIN_ROWS or more.
+    """
 
     def __init__(self, inputs: int, outputs: int, *, gain: float = 1.0, parts: int = 1) -> None:
         super().__init__()
-        self.parts = parts  # matrices that are stored side by side, along the longer side
+        self.parts = parts  # matrices stored side by side, along the longer side
         self.weight = nn.Parameter(torch.randn(inputs, outputs) * (gain * inputs**-0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +46,7 @@ class Linear(nn.Module):
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix, of at least MIN_ROWS rows."""
+    """x @ matrix, with x padded to at least MIN_ROWS rows."""
     rows = x.numel() // x.shape[-1]
     if rows >= MIN_ROWS:
         return x @ matrix
@@ -57,23 +66,18 @@ class RMSNorm(nn.Module):
 
 
 class Cache:
-    """Ids, keys and values of one block, and what a fusion block hands on, for the positions [0, length) of the current window."""
+    """What a block computed for the positions [0, length) of the current window.
+
+    Ids, keys and values, and for a fusion block what each position hands on to the next.
+    """
 
     def __init__(self, block: Block, batch: int) -> None:
-        slots = block.context + MIN_ROWS
-        shape = (
-            len(block.layers),
-            2,
-            batch,
-            block.heads,
-            slots,
-            block.embed.shape[-1] // block.heads,
-        )
+        slots, width = block.context + MIN_ROWS, block.embed.shape[-1]
+        shape = (len(block.layers), 2, batch, block.heads, slots, width // block.heads)
         self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
         self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
-        self.handed_on = torch.zeros(batch, slots if block.reads else 0, block.embed.shape[-1]).to(
-            self.data
-        )
+        handed = slots if isinstance(block, FusionBlock) else 0
+        self.handed_on = torch.zeros(batch, handed, width).to(self.data)
         self.length = 0
 
     def truncate(self, length: int) -> None:
@@ -82,7 +86,10 @@ class Cache:
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP, both added to the residual stream; both start at zero, so a new layer changes nothing."""
+    """Pre-norm attention and MLP, both added to the residual stream.
+
+    Both start at zero, so a new layer changes nothing.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -114,31 +121,49 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def attend_cached(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, slots: Tensor, start: int
 ) -> Tensor:
-    """Write the new keys and values at `start` of a layer's slots (2, B, H, slots, D), then look at every slot."""
+    """Attention into a cache: write keys and values at `start`, then look at every slot.
+
+    `slots` are those of one layer, (2, B, H, slots, D).
+    """
     T = q.shape[2]
     slots[0, :, :, start : start + T] = k
     slots[1, :, :, start : start + T] = v
-    q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # the kernel works in tiles: none may have fewer rows
+    q = F.pad(q, (0, 0, 0, -T % MIN_ROWS))  # no tile of the kernel may have fewer rows
     a = F.scaled_dot_product_attention(
         q, slots[0].to(q.dtype), slots[1].to(q.dtype), attn_mask=mask
     )
     return a[:, :, :T]
 
 
+class FanReadout(Protocol):
+    """What turns the features of a fan's blocks into one prediction: a fusion block, or a pool."""
+
+    def new_cache(self) -> Cache | None:
+        """What it remembers of one window; None if it needs no memory."""
+
+    def combine(
+        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        """Logits (B, T, V) from tokens (B, T) and features (N, B, T, W).
+
+        kept (N, B) is 1 for blocks that are there and 0 for missing ones.
+        """
+
+
 class Readout(nn.Module):
-    """The log-linear pool: frozen final norms and heads of the blocks that are read, and a weight for each."""
+    """The log-linear pool: frozen final norms and heads of the blocks, and a weight for each."""
 
     norms: Tensor
     heads: Tensor
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, vocabulary: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.full((count,), 1 / count))
         self.register_buffer("norms", torch.ones(count, width))
-        self.register_buffer("heads", torch.zeros(count, width, VOCABULARY))
+        self.register_buffer("heads", torch.zeros(count, width, vocabulary))
 
-    def copy_from(self, blocks: Sequence[Block]) -> None:
-        """Take over the published norms and heads."""
+    def copy_from(self, blocks: Sequence[IndependentBlock]) -> None:
+        """Copy the published norms and heads."""
         for i, block in enumerate(blocks):
             self.norms[i] = block.norm.scale.detach()
             self.heads[i] = block.head.weight.detach()
@@ -150,71 +175,43 @@ class Readout(nn.Module):
     def forward(self, normed: Tensor, kept: Tensor, corrections: Tensor | None = None) -> Tensor:
         """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V).
 
-        One product pools them: what would make each block's logits log-probabilities is the same number for every byte.
-        Corrections (N, B, T, W) pass through all heads, for the heads are here even where a block's features are missing.
+        One product pools them: the term that would make a block's logits log-probabilities is the
+        same number for every token. Corrections (N, B, T, W) pass through all heads, because the
+        heads are here even if a block's features are missing.
         """
         shared = normed * shares(self.weights, kept)[:, :, None, None]
         if corrections is not None:
             shared = shared + corrections * self.weights[:, None, None, None]
         return product(joined(shared), self.heads.flatten(0, 1)).float()
 
+    def new_cache(self) -> None:
+        """A pool remembers nothing."""
+
+    def combine(
+        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+    ) -> Tensor:
+        return self(self.normed(features), kept)
+
 
 class Block(nn.Module):
-    """The layers one worker trains, with everything they need to predict the next byte on their own.
-
-    `reads` counts the earlier blocks whose frozen features it takes: 0 for an independent block, all others for fusion.
-    """
+    """The layers that one worker trains, and the embedding that they read."""
 
     rotation: Tensor
+    mask: nn.Parameter  # of the unknown positions, in a block that was trained with a tail
 
-    def __init__(self, config: Config, *, layers: int, reads: int = 0) -> None:
+    def __init__(self, config: Config, *, layers: int) -> None:
         super().__init__()
         W = config.width
-        self.context, self.heads, self.reads = config.context, config.heads, reads
-        self.embed = nn.Parameter(torch.randn(config.lookback, VOCABULARY, W) * 0.1)
+        self.context, self.heads = config.context, config.heads
+        self.vocabulary = tokenizer_of(config).vocabulary
+        self.embed = nn.Parameter(torch.randn(config.lookback, self.vocabulary, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
-        if not reads:
-            self.norm = RMSNorm(W)
-        self.skip = config.skip if config.objective == "denoise" and not reads else None
-        if (
-            self.skip
-        ):  # what reads z starts at zero: an untrained z path must not disturb the context path
-            self.z_in = Linear(config.z_width, W, gain=0)
-            self.noise_in = Linear(2 * NOISE_FREQUENCIES, W, gain=0)
-        if config.tail and not reads:
-            self.mask = nn.Parameter(torch.randn(W) * 0.1)
-        if self.skip == "edm":
-            self.z_out = Linear(W, config.z_width)
-        if reads:
-            self.readout = Readout(reads, W)
-            self.mix = Linear(reads * W, W, parts=reads)
-            self.correct = Linear(W, reads * W, parts=reads)
-            self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
-        else:
-            self.head = Linear(config.z_width if self.skip == "edm" else W, VOCABULARY, gain=0.5)
         self.register_buffer(
             "rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False
         )
 
-    def features(
-        self,
-        tokens: Tensor,  # (B, T)
-        *,
-        z: Tensor | None = None,  # (B, T, Z), scaled by c_in
-        c_noise: Tensor | None = None,  # (), (B,) or, one per position, (B, T)
-        cache: Cache | None = None,
-        tail: int = 0,
-    ) -> Tensor:
-        """The residual stream after the last layer, (B, T, W). With a cache the tokens continue where it ends."""
-        x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
-        if z is not None and c_noise is not None:
-            sequences = c_noise.shape[0] if c_noise.ndim else 1
-            x = (
-                x
-                + self.z_in(z)
-                + self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
-            )
-        return self.through_layers(x, cache, tail)
+    def new_cache(self) -> Cache:
+        return Cache(self, 1)
 
     def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
         """The residual stream (B, T, W) after the last layer."""
@@ -234,9 +231,10 @@ class Block(nn.Module):
         return x
 
     def embedded(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
-        """Every position as the sum of its own byte and the few before it, each from a table of its own, (B, T, W).
+        """Every position as the sum of its own token and the few before it, (B, T, W).
 
-        Two layers can then spend their attention on more than finding the neighbours of a byte.
+        Each distance back has a table of its own. Two layers can then spend their attention on
+        more than finding the neighbours of a token.
         """
         T, before = tokens.shape[1], 0
         if start + T > self.context:
@@ -248,7 +246,7 @@ class Block(nn.Module):
             before = min(start, self.embed.shape[0] - 1)
             tokens = cache.ids[:, start - before : start + T]
         positions = torch.arange(before + T, device=tokens.device)
-        # The first position of a tail still knows its byte: what it does not know is the next one.
+        # The first position of a tail still knows its token: it does not know the next one.
         known = (positions <= before + T - tail)[:, None] if tail else None
         x = torch.zeros((), device=tokens.device)
         for back, table in enumerate(self.embed[: before + T]):
@@ -262,7 +260,10 @@ class Block(nn.Module):
         )
 
     def visible(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
-        """Which keys a query may see: itself and what came before; the positions of a tail also see each other."""
+        """Which keys a query may see: itself and what came before.
+
+        The positions of a tail also see each other.
+        """
         if cache is None and not tail:
             return None
         queries = T + -T % MIN_ROWS if cache else T
@@ -272,18 +273,75 @@ class Block(nn.Module):
         in_tail = (query > last - tail) & (query <= last)
         return (keys <= query[:, None]) | (in_tail[:, None] & (keys <= last))
 
+
+class IndependentBlock(Block):
+    """A block that predicts the next token from tokens alone (and a noised target, if it has one).
+
+    It needs no other block, so anyone can train it without waiting for others.
+    """
+
+    def __init__(self, config: Config, *, layers: int) -> None:
+        super().__init__(config, layers=layers)
+        W = config.width
+        self.norm = RMSNorm(W)
+        self.skip = config.skip if config.objective == "denoise" else None
+        if self.skip:  # starts at zero: an untrained z path must not disturb the context path
+            self.z_in = Linear(config.z_width, W, gain=0)
+            self.noise_in = Linear(2 * NOISE_FREQUENCIES, W, gain=0)
+        if config.tail:
+            self.mask = nn.Parameter(torch.randn(W) * 0.1)
+        if self.skip == "edm":
+            self.z_out = Linear(W, config.z_width)
+        self.head = Linear(config.z_width if self.skip == "edm" else W, self.vocabulary, gain=0.5)
+
+    def features(
+        self,
+        tokens: Tensor,  # (B, T)
+        *,
+        z: Tensor | None = None,  # (B, T, Z), scaled by c_in
+        c_noise: Tensor | None = None,  # (), (B,) or, one per position, (B, T)
+        cache: Cache | None = None,
+        tail: int = 0,
+    ) -> Tensor:
+        """The residual stream (B, T, W) after the last layer.
+
+        With a cache, the tokens continue where it ends.
+        """
+        x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
+        if z is not None and c_noise is not None:
+            sequences = c_noise.shape[0] if c_noise.ndim else 1
+            noise = self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
+            x = x + self.z_in(z) + noise
+        return self.through_layers(x, cache, tail)
+
     def forward(self, features: Tensor) -> Tensor:
-        """Next-byte logits (B, T, V) of this block alone, from its features."""
+        """Next-token logits (B, T, V) of this block alone, from its features."""
         return self.head(self.norm(features)).float()
 
-    def fuse(
+
+class FusionBlock(Block):
+    """A block that corrects the features of all others, which are frozen while it trains.
+
+    The heads that the blocks were trained with read the corrected features. New layers add
+    nothing, so fusion starts as the pool.
+    """
+
+    def __init__(self, config: Config, *, layers: int, reads: int) -> None:
+        super().__init__(config, layers=layers)
+        W = config.width
+        self.reads = reads
+        self.readout = Readout(reads, W, self.vocabulary)
+        self.mix = Linear(reads * W, W, parts=reads)
+        self.correct = Linear(W, reads * W, parts=reads)
+        self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
+
+    def combine(
         self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """Logits (B, T, V) from the features (N, B, T, W) of the blocks read; kept (N, B) says which are there.
+        """Logits (B, T, V) from the features (N, B, T, W) of the blocks; kept (N, B) says which.
 
-        The layers correct the features, and the heads that the blocks were trained with read the corrected ones. New layers add
-        nothing, so that fusion starts as the pool. A position also knows the features of the one before it: what each block
-        expected of the byte that then came.
+        A position also knows the features of the one before it: what each block expected of the
+        token that then came.
         """
         normed = self.readout.normed(features) * kept[:, :, None, None]
         read = joined(normed)
@@ -301,7 +359,7 @@ class Block(nn.Module):
 
 
 def to_the_next(x: Tensor, cache: Cache | None) -> Tensor:
-    """(B, T, W) -> the same one position later; the first position of a window has nothing before it."""
+    """(B, T, W) -> the same one position later; nothing precedes the first position of a window."""
     if not cache:
         return F.pad(x, (0, 0, 1, -1))
     start, end = cache.length, cache.length + x.shape[1]
@@ -315,7 +373,7 @@ def pool(logp: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 def shares(weights: Tensor, kept: Tensor) -> Tensor:
-    """Weights (N,) for each sequence, (N, B): the blocks that are there share those of the missing."""
+    """Weights (N,) for each sequence, (N, B): present blocks share the weights of missing ones."""
     w = weights[:, None] * kept
     return w * (weights.sum() / w.sum(0))
 
@@ -349,21 +407,31 @@ def noise_features(c_noise: Tensor) -> Tensor:
 def target_table(config: Config) -> Tensor:
     """Y (V, Z): unit rows drawn from the run's seed; never trained, never shipped."""
     generator = torch.Generator().manual_seed(config.seed)
-    return F.normalize(torch.randn(VOCABULARY, config.z_width, generator=generator), dim=-1)
+    rows = torch.randn(tokenizer_of(config).vocabulary, config.z_width, generator=generator)
+    return F.normalize(rows, dim=-1)
 
 
-def build_block(config: Config, index: int) -> Block:
-    """Block `index` (from 1) of a run with its initial weights, a function of (seed, index)."""
-    return _seeded(config, index, layers=config.layers_per_block, reads=config.reads(index))
+def build_independent(config: Config, index: int) -> IndependentBlock:
+    """Block `index` (from 1) with its initial weights, a function of (seed, index)."""
+    with _seeded(config, index):
+        return IndependentBlock(config, layers=config.layers_per_block)
 
 
-def build_reference(config: Config) -> Block:
+def build_fusion(config: Config, index: int) -> FusionBlock:
+    """The fusion block with its initial weights, a function of (seed, index)."""
+    with _seeded(config, index):
+        return FusionBlock(config, layers=config.layers_per_block, reads=config.independent)
+
+
+def build_reference(config: Config) -> IndependentBlock:
     """The end-to-end model of the same shape: all layers in one stack, trained as one."""
     plain = config.replace(objective="next", tail=0, compose="pool", skip="exact")
-    return _seeded(plain, 0, layers=config.blocks * config.layers_per_block)
+    with _seeded(plain, 0):
+        return IndependentBlock(plain, layers=config.blocks * config.layers_per_block)
 
 
-def _seeded(config: Config, index: int, *, layers: int, reads: int = 0) -> Block:
+@contextmanager
+def _seeded(config: Config, index: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed * 1009 + index)
-        return Block(config, layers=layers, reads=reads)
+        yield

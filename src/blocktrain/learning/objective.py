@@ -1,4 +1,4 @@
-"""The loss of one block on one batch: next byte, denoising (plain or with a jointly denoised tail), fusion."""
+"""The loss of one block on one batch: next token, denoising (plain or with a tail), fusion."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.config import Config
-from blocktrain.learning.model import Block
+from blocktrain.learning.model import FusionBlock, IndependentBlock
 from blocktrain.learning.noise import NoiseLevels, edm, in_tail, noise_levels
 
 
 class Loss(NamedTuple):
-    """`total` is what is minimised; `ce` is the plain cross entropy of the same predictions, in nats per byte."""
+    """`total` is what is minimised; `ce` is the plain cross entropy of the same predictions.
+
+    Both are in nats per token.
+    """
 
     total: Tensor
     ce: Tensor
 
 
-def next_loss(block: Block, tokens: Tensor) -> Loss:
-    """Cross entropy of the next byte; tokens (B, T + 1)."""
+def next_loss(block: IndependentBlock, tokens: Tensor) -> Loss:
+    """Cross entropy of the next token; tokens (B, T + 1)."""
     ce = F.cross_entropy(
         block(block.features(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()
     )
@@ -30,7 +33,7 @@ def next_loss(block: Block, tokens: Tensor) -> Loss:
 
 
 def denoise_logits(
-    block: Block,
+    block: IndependentBlock,
     table: Tensor,
     tokens: Tensor,
     z: Tensor,
@@ -39,10 +42,12 @@ def denoise_logits(
     *,
     tail: int = 0,
 ) -> Tensor:
-    """log p(next byte | bytes, z) up to a constant, (B, T, V); sigma is one level, one per sequence (B,) or one per position (B, T).
+    """log p(next token | tokens, z) up to a constant, (B, T, V).
 
-    `exact`: Bayes' rule splits it into what the context says, f, and what z says, z.Y / sigma^2 (rows of Y have unit
-    length). `edm`: the network completes EDM's estimate D of the target, and a head reads D.
+    sigma is one level, one per sequence (B,) or one per position (B, T).
+    `exact`: Bayes' rule splits it into what the context says, f, and what z says, z.Y / sigma^2
+    (rows of Y have unit length). `edm`: the network completes EDM's estimate D of the target, and
+    a head reads D.
     """
     level = sigma[..., None] if sigma.ndim == 2 else sigma.reshape(-1, 1, 1)
     c = edm(level, sigma_data)
@@ -54,7 +59,7 @@ def denoise_logits(
 
 
 def denoise_loss(
-    block: Block,
+    block: IndependentBlock,
     table: Tensor,
     tokens: Tensor,
     config: Config,
@@ -75,7 +80,7 @@ def denoise_loss(
     logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=tail)
     ce = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     ce = ce.mean(1) if sigma.ndim == 1 else ce
-    # The weight undoes c_out, the scale at which EDM's network speaks; with the exact skip there is none to undo.
+    # The weight undoes c_out, the output scale of EDM's network; the exact skip has no such scale.
     weight = edm(sigma, config.sigma_data).weight if block.skip == "edm" else torch.ones_like(sigma)
     return Loss((weight * ce).mean(), ce.mean())
 
@@ -83,7 +88,10 @@ def denoise_loss(
 def training_levels(
     config: Config, index: int, uniform: Tensor, positions: int, tail: int
 ) -> Tensor:
-    """Noise levels of block `index`, from one uniform number a sequence: (B,), or with a tail, which goes further down, (B, T)."""
+    """Noise levels of block `index`, from one uniform number a sequence: (B,).
+
+    With a tail, which goes further down, (B, T).
+    """
 
     def drawn(levels: NoiseLevels) -> Tensor:
         return levels.sample(levels.ranges(config.blocks, config.gamma)[index - 1], uniform)
@@ -98,25 +106,25 @@ def training_levels(
     )
 
 
-def read_features(sources: Sequence[Block], tokens: Tensor) -> Tensor:
+def read_features(sources: Sequence[IndependentBlock], tokens: Tensor) -> Tensor:
     """Frozen features (N, B, T, W) of the blocks that a fusion block reads."""
     with torch.no_grad():
         return torch.stack([source.features(tokens) for source in sources])
 
 
 def fusion_loss(
-    fusion: Block,
-    sources: Sequence[Block],
+    fusion: FusionBlock,
+    sources: Sequence[IndependentBlock],
     tokens: Tensor,
     dropout: float,
     generator: torch.Generator,
 ) -> Loss:
-    """Cross entropy of the fusion block, with whole blocks left out at random, but never all of a sequence's."""
+    """Cross entropy of the fusion block, with blocks left out at random, but never all of them."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     drawn = torch.rand(len(sources), tokens.shape[0], generator=generator)
     kept = drawn >= dropout
     kept |= ~kept.any(0)
-    logits = fusion.fuse(
+    logits = fusion.combine(
         inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32)
     )
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""The plain local loop of one block, and of the end-to-end reference: a state and a number of steps in, the new state out."""
+"""The plain local loop that trains one block, or the end-to-end reference."""
 
 from __future__ import annotations
 
@@ -22,16 +22,27 @@ from blocktrain.config import Config, Schedule, known_device
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning import data
-from blocktrain.learning.model import Block, build_block, build_reference, target_table
-from blocktrain.learning.objective import Loss, denoise_loss, fusion_loss, next_loss
+from blocktrain.learning.compose import build_block, composition_of
+from blocktrain.learning.model import (
+    Block,
+    FusionBlock,
+    IndependentBlock,
+    build_reference,
+    target_table,
+)
+from blocktrain.learning.objective import Loss
 from blocktrain.learning.optimizer import Optimizers
+from blocktrain.learning.tokenizer import Ids
 
 REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: Schedule) -> float:
-    """Linear warm-up over at most a tenth of all steps, then the schedule down to zero (or constant), where it stays."""
+    """Linear warm-up over at most a tenth of all steps, then the schedule.
+
+    Cosine and linear fall to zero and stay there.
+    """
     warmup = min(warmup, steps // 10)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -57,11 +68,13 @@ def pick_device(name: str) -> torch.device:
         )
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"device={name}, but this torch sees no CUDA device; use --device cpu, or install a CUDA build of torch"
+            f"device={name}, but this torch sees no CUDA device; use --device cpu, "
+            "or install a CUDA build of torch"
         )
     if name.startswith("cuda:") and int(name[5:]) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device={name}, but this torch sees {torch.cuda.device_count()} CUDA device(s), numbered from 0"
+            f"device={name}, but this torch sees {torch.cuda.device_count()} CUDA device(s), "
+            "numbered from 0"
         )
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps, but this torch sees no Apple GPU; use --device cpu")
@@ -81,14 +94,17 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Trainer:
-    """One block (or the reference), its optimizer, and how many steps it has made. Holds no other block's optimizer."""
+    """One block (or the reference), its optimizer, and how many steps it has made.
+
+    Holds no other block's optimizer.
+    """
 
     config: Config
     index: int
-    sources: Sequence[Block] = ()
+    sources: Sequence[IndependentBlock] = ()
     step: int = 0
     stream: int | None = None  # which order of the corpus is read; by default the block's own
-    seconds: float = field(default=0.0, init=False)  # that its steps took, also before a stop
+    seconds: float = field(default=0.0, init=False)  # of all its steps, also those before a stop
     block: Block = field(init=False)
     optimizer: Optimizers = field(init=False)
 
@@ -102,38 +118,45 @@ class Trainer:
         )
         self.block = built.to(self.device)
         self.table = target_table(self.config).to(self.device)
-        if self.block.reads:
-            if len(self.sources) != self.block.reads:
+        if self.fusion:
+            if len(self.sources) != self.fusion.reads:
                 raise ConfigError(
-                    f"the fusion block reads {self.block.reads} blocks, {len(self.sources)} were given"
+                    f"the fusion block reads {self.fusion.reads} blocks, "
+                    f"{len(self.sources)} were given"
                 )
             self.read(self.sources)
-        kind = self.config.fusion_optimizer if self.block.reads else self.config.optimizer
+        kind = self.config.fusion_optimizer if self.fusion else self.config.optimizer
         self.optimizer = Optimizers(self.block, kind, weight_decay=self.config.weight_decay)
+
+    @property
+    def fusion(self) -> FusionBlock | None:
+        """The block, if it is a fusion block."""
+        return self.block if isinstance(self.block, FusionBlock) else None
 
     @property
     def peak(self) -> float:
         """The peak learning rate of this kind of block."""
         if self.index == REFERENCE:
             return self.config.reference_learning_rate
-        return self.config.fusion_learning_rate if self.block.reads else self.config.learning_rate
+        return self.config.fusion_learning_rate if self.fusion else self.config.learning_rate
 
     @property
     def schedule(self) -> Schedule:
         """How the learning rate of this kind of block falls from its peak."""
-        return self.config.fusion_schedule if self.block.reads else self.config.schedule
+        return self.config.fusion_schedule if self.fusion else self.config.schedule
 
     @property
     def own_stream(self) -> int:
         """The order of the corpus that is this block's own; others are for its replicas."""
         return self.index if self.config.data_order == "own" or self.index == REFERENCE else 1
 
-    def read(self, sources: Sequence[Block]) -> None:
-        """Take newly published blocks as what the fusion block reads."""
+    def read(self, sources: Sequence[IndependentBlock]) -> None:
+        """Let the fusion block read newly published blocks."""
         self.sources = [source.to(self.device).requires_grad_(False) for source in sources]
-        self.block.readout.copy_from(self.sources)
+        if self.fusion:
+            self.fusion.readout.copy_from(self.sources)
 
-    def run(self, corpus: data.Bytes, until: int) -> Iterator[tuple[int, float]]:
+    def run(self, corpus: Ids, until: int) -> Iterator[tuple[int, float]]:
         """Train to step `until`; after every step yields (steps made, cross entropy)."""
         while self.step < until:
             began = time.monotonic()
@@ -142,7 +165,7 @@ class Trainer:
             self.seconds += time.monotonic() - began
             yield self.step, loss
 
-    def _one_step(self, corpus: data.Bytes) -> float:
+    def _one_step(self, corpus: Ids) -> float:
         c = self.config
         stream = self.own_stream if self.stream is None else self.stream
         tokens = data.batch(
@@ -157,7 +180,8 @@ class Trainer:
         ce = loss.ce.item()
         if not math.isfinite(ce):
             raise RunError(
-                f"the loss of block {self.index} is not finite at step {self.step}; lower the learning rate"
+                f"the loss of block {self.index} is not finite at step {self.step}; "
+                "lower the learning rate"
             )
         return ce
 
@@ -167,16 +191,18 @@ class Trainer:
             entropy.append(self.stream + 1)  # a trailing zero would change nothing
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0]))
-        if self.block.reads:
-            return fusion_loss(
-                self.block, self.sources, tokens, self.config.feature_dropout, generator
-            )
-        if self.block.skip:
-            return denoise_loss(self.block, self.table, tokens, self.config, self.index, generator)
-        return next_loss(self.block, tokens)
+        return composition_of(self.config).loss(
+            self.block,
+            self.sources,
+            tokens,
+            generator,
+            config=self.config,
+            index=self.index,
+            table=self.table,
+        )
 
     def weights(self) -> Weights:
-        """The parameters as they travel; what a fusion block copies from those it reads is not among them."""
+        """The parameters as they travel, without what a fusion block copies from other blocks."""
         return block_weights(self.block)
 
     def load_weights(self, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -184,11 +210,11 @@ class Trainer:
         put_weights(self.block, weights)
 
     def moments(self) -> dict[str, Tensor]:
-        """What the optimizer remembers of every parameter, as `moment.name`; nothing before the first step."""
+        """The optimizer's state as `moment.name`; empty before the first step."""
         return self.optimizer.moments()
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
-        """Continue with these moments; none of them: a fresh optimizer."""
+        """Continue with these moments; without any, the optimizer starts fresh."""
         self.optimizer.restore(moments)
 
     def save(self, path: Path) -> None:
@@ -211,7 +237,8 @@ class Trainer:
         note = json.loads(said)
         if (note["fingerprint"], note["index"]) != (self.config.fingerprint, self.index):
             raise RunError(
-                f"{path} belongs to another run or block; resume with the settings that the run was started with"
+                f"{path} belongs to another run or block; "
+                "resume with the settings that the run was started with"
             )
         self.step, self.seconds = note["step"], note["seconds"]
         load_weights(
@@ -223,7 +250,7 @@ class Trainer:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, or a sentence about what is wrong with it."""
+    """Tensors and metadata of a safetensors file; RunError says what is wrong with it."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -234,20 +261,22 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], note: str) -> None:
-    """Tensors and a note about them as one safetensors file, atomically; with a hash, as safetensors itself notices no flipped bit."""
-    write_atomic(
-        path,
-        safetensors.torch.save(dict(tensors), {"note": note, "sha256": _state_hash(tensors, note)}),
-    )
+    """Tensors and a note about them as one safetensors file, atomically.
+
+    It gets a hash, because safetensors does not notice a flipped bit.
+    """
+    metadata = {"note": note, "sha256": _state_hash(tensors, note)}
+    write_atomic(path, safetensors.torch.save(dict(tensors), metadata))
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], str]:
-    """What `write_state` wrote, to the last bit, or a sentence about what is wrong with it."""
+    """What `write_state` wrote, to the last bit; RunError says what is wrong with it."""
     tensors, metadata = read_tensors(path)
     note = metadata.get("note", "")
     if metadata.get("sha256") != _state_hash(tensors, note):
         raise RunError(
-            f"{path} is damaged, or of another version of blocktrain; without it that training begins anew"
+            f"{path} is damaged, or of another version of blocktrain; "
+            "delete it to train that block again"
         )
     return tensors, note
 
@@ -267,7 +296,8 @@ def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:
     if expected != found:
         odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise RunError(
-            f"{path} does not fit this model (first difference: {odd}); it is damaged or from another run"
+            f"{path} does not fit this model (first difference: {odd}); "
+            "it is damaged or from another run"
         )
     block.load_state_dict(weights)
 
@@ -287,7 +317,8 @@ def put_weights(block: Block, weights: Mapping[str, npt.NDArray[np.float32]]) ->
     if expected != found:
         odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
         raise RunError(
-            f"these weights do not fit the block (first difference: {odd}); they are from another run"
+            f"these weights do not fit the block (first difference: {odd}); "
+            "they are from another run"
         )
     with torch.no_grad():
         for name, parameter in block.named_parameters():

@@ -28,8 +28,8 @@ import torch
 from blocktrain.config import Config, make_config, read_settings
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
-from blocktrain.learning.compose import Model
-from blocktrain.learning.model import Block, build_block, build_reference
+from blocktrain.learning.compose import Model, build_block, composition_of
+from blocktrain.learning.model import Block, IndependentBlock, build_reference
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
 FORMAT = "blocktrain-model-2"
@@ -160,6 +160,16 @@ def load_block(run: Run, config: Config, index: int, device: torch.device) -> Bl
     return block.to(device)
 
 
+def load_independent(
+    run: Run, config: Config, index: int, device: torch.device
+) -> IndependentBlock:
+    """The same for a block that reads only tokens, or the reference."""
+    block = load_block(run, config, index, device)
+    if not isinstance(block, IndependentBlock):
+        raise RunError(f"{block_name(index)} is the fusion block; it is nothing without the others")
+    return block
+
+
 def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
     """Write model/config.json, last: with it the model is complete, and every file is named by its hash."""
     files = {f.name: file_sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
@@ -220,13 +230,9 @@ def load_model(folder: Path, device: torch.device) -> Model:
     manifest = read_manifest(folder)
     config = manifest.config
     blocks = load_blocks(manifest, range(1, config.blocks + 1), device)
-    fusion = blocks.pop(config.blocks) if config.compose == "fuse" else None
     weights = manifest.pool_weights
-    return Model(
-        config,
-        list(blocks.values()),
-        fusion,
-        None if weights is None else torch.tensor(weights, device=device),
+    return composition_of(config).assemble(
+        config, blocks, None if weights is None else torch.tensor(weights, device=device)
     )
 
 
@@ -310,12 +316,20 @@ def load_blocks(
     return {number: load_block(manifest.run, manifest.config, number, device) for number in numbers}
 
 
-def load_reference(manifest: Manifest, device: torch.device) -> Block | None:
+def load_independents(
+    manifest: Manifest, numbers: Iterable[int], device: torch.device
+) -> dict[int, IndependentBlock]:
+    """The same for blocks that read only tokens."""
+    blocks = load_blocks(manifest, numbers, device)
+    return {n: block for n, block in blocks.items() if isinstance(block, IndependentBlock)}
+
+
+def load_reference(manifest: Manifest, device: torch.device) -> IndependentBlock | None:
     """The end-to-end model that was trained beside a finished model, checked like its blocks; None where there is none."""
     if manifest.reference is None:
         return None
     _check(manifest, REFERENCE)
-    return load_block(manifest.run, manifest.config, REFERENCE, device)
+    return load_independent(manifest.run, manifest.config, REFERENCE, device)
 
 
 def _check(manifest: Manifest, number: int) -> None:

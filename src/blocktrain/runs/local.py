@@ -33,7 +33,7 @@ TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _: None) -> None:
     """Train what is not yet trained, and publish all blocks; stops and continues anywhere."""
-    plan.source.open().require(plan.config.context)
+    plan.corpus().require(plan.config.context)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from blocktrain.config import Config
-from blocktrain.learning.data import Bytes, Source
-from blocktrain.learning.model import build_block
+from blocktrain.learning.compose import build_block
+from blocktrain.learning.data import Source
+from blocktrain.learning.tokenizer import Bytes
 from blocktrain.learning.train import block_weights
 from blocktrain.protocol.tensors import pack
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from blocktrain.config import Config, make_config
 from blocktrain.errors import Damaged, RunError
+from blocktrain.learning.compose import composition_of
 from blocktrain.learning.data import open_corpus
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.messages import Blob, BlockVersion, Manifest
@@ -60,7 +62,8 @@ def pull(client: Calls, out: Path, told: Told = lambda _: None) -> Chosen:
     compose_run(run, config, chosen.versions.values(), weights)
     told("pool weights")
     data = str((out / "corpus").resolve())
-    fit_and_seal(run, config, data, open_corpus(data, None, out).calibration)
+    corpus = open_corpus(data, None, out).encode(tokenizer_of(config))
+    fit_and_seal(run, config, data, corpus.calibration)
     return chosen
 
 
@@ -75,7 +78,7 @@ def choose_versions(client: Calls, manifest: Manifest, config: Config) -> Chosen
             if entry.kind == "version":
                 body = json.loads(entry.body)
                 newest[body["block"]] = _version(body)
-                if body["block"] == config.blocks and config.compose == "fuse":
+                if body["block"] == config.fusion:
                     pins = tuple(_version(pin) for pin in body["features"])
     if last is None or last.seq < manifest.number:
         raise Damaged(
@@ -95,7 +98,6 @@ def compose_run(
 ) -> None:
     """Write the weights of every block into a run folder; what a fusion block copies from the others is made again here."""
     blocks = read_blocks(config, versions, lambda blob: unpack(weights(blob)))
-    if config.compose == "fuse":
-        blocks[-1].readout.copy_from(blocks[:-1])
-    for index, block in enumerate(blocks, start=1):
+    composition_of(config).connect(config, blocks)
+    for index, block in blocks.items():
         publish(run, index, block)

@@ -15,10 +15,12 @@ import torch
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted, RunError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Bytes, Corpus, Source
-from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone, fit_pool_weights
+from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone
 from blocktrain.learning.generate import Sampler, autoregressive
 from blocktrain.learning.noise import noise_levels
+from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_device
 from blocktrain.processes import Channel
 from blocktrain.protocol.events import read_events
@@ -26,6 +28,7 @@ from blocktrain.runs.folder import (
     Run,
     block_name,
     load_block,
+    load_independent,
     load_model,
     load_reference,
     publish,
@@ -51,6 +54,10 @@ class Plan:
     slots: int = 1
     threads: int = 1
 
+    def corpus(self) -> Corpus:
+        """The tokens that the model reads."""
+        return self.source.open().encode(tokenizer_of(self.config))
+
 
 Told = Callable[[int, int, float], None]
 """(block, steps made, loss)"""
@@ -68,7 +75,7 @@ def train_reference(channel: Channel, plan: Plan) -> None:
             channel.send(kind="state_lost")
     said = saved = time.monotonic()
     losses: list[float] = []
-    for step, loss in trainer.run(plan.source.open().train, plan.config.steps):
+    for step, loss in trainer.run(plan.corpus().train, plan.config.steps):
         losses.append(loss)
         now = time.monotonic()
         if now - said > REPORT_SECONDS or step == plan.config.steps:
@@ -99,7 +106,7 @@ def peak_mb() -> float:
 
 def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
-    corpus = plan.source.open()
+    corpus = plan.corpus()
     device = pick_device(plan.config.device)
     fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
     model = load_model(plan.run.folder, device)
@@ -110,13 +117,13 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def fit_and_seal(
-    run: Run, config: Config, data: str, calibration: Bytes, device: torch.device | None = None
+    run: Run, config: Config, data: str, calibration: Ids, device: torch.device | None = None
 ) -> None:
     """Fit the pool where blocks predict without noise, and declare the model of a run folder complete."""
     weights = None
-    if config.skip == "exact" or config.objective == "next":
+    if config.predicts_without_noise:
         blocks = [
-            load_block(run, config, n, device or torch.device("cpu"))
+            load_independent(run, config, n, device or torch.device("cpu"))
             for n in range(1, config.independent + 1)
         ]
         weights = fit_pool_weights(Model(config, blocks), calibration)
@@ -124,7 +131,7 @@ def fit_and_seal(
 
 
 def evaluate_run(
-    folder: Path, model: Model, split: Bytes, *, draws: int, progress: Progress
+    folder: Path, model: Model, split: Ids, *, draws: int, progress: Progress
 ) -> dict[str, float]:
     """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
     reference = load_reference(read_manifest(folder), model.device)
@@ -140,7 +147,8 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     config = plan.config
     ce = evaluate_run(plan.run.folder, model, corpus.valid, draws=1, progress=progress)
     work = _work_done(plan.run)
-    prompt = bytes(corpus.valid[: config.context // 2])
+    tokenizer = tokenizer_of(config)
+    prompt = corpus.valid[: config.context // 2].tolist()
     sampler = Sampler(config.seed, temperature=0.8)
     with one_thread():
         written = list(
@@ -158,8 +166,8 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
         "corpus": {
             "name": corpus.name,
-            "train_bytes": len(corpus.train),
-            "valid_bytes": len(corpus.valid),
+            "train_bytes": len(corpus.text.train),
+            "valid_bytes": len(corpus.text.valid),
         },
         "parameters": {
             block_name(n): _parameters(plan, n)
@@ -180,8 +188,8 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
             block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())
         },
         "sample": {
-            "prompt": prompt.decode("utf-8", "replace"),
-            "text": bytes(written).decode("utf-8", "replace"),
+            "prompt": tokenizer.decode(prompt).decode("utf-8", "replace"),
+            "text": tokenizer.decode(written).decode("utf-8", "replace"),
             "temperature": 0.8,
         },
     }

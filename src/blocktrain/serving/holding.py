@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -11,13 +11,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from blocktrain.config import VOCABULARY, Config
+from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import euler_hop, middle_noise
-from blocktrain.learning.model import Block, Cache, target_table
+from blocktrain.learning.model import Cache, IndependentBlock, target_table
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Topology
-from blocktrain.runs.folder import file_sha256, load_block, load_blocks, read_manifest
+from blocktrain.runs.folder import (
+    file_sha256,
+    load_independent,
+    load_independents,
+    read_manifest,
+)
 from blocktrain.serving.stage import ragged
 
 Memory = Any
@@ -78,7 +83,7 @@ class FanBlocks:
     in_pieces = remembers = last = True
     state_width = pass_width = 0
 
-    def __init__(self, config: Config, blocks: dict[int, Block], model: str) -> None:
+    def __init__(self, config: Config, blocks: Mapping[int, IndependentBlock], model: str) -> None:
         self.facts = _facts(config, "blocks", blocks, model)
         self.blocks = {number: _frozen(blocks[number]) for number in self.facts.blocks}
         self._noise = {
@@ -121,7 +126,7 @@ class ReferenceLayers:
     in_pieces = remembers = True
 
     def __init__(
-        self, config: Config, reference: Block, numbers: Iterable[int], model: str
+        self, config: Config, reference: IndependentBlock, numbers: Iterable[int], model: str
     ) -> None:
         self.facts = _facts(config, "reference", numbers, model)
         _require_neighbours(self.facts.blocks)
@@ -134,7 +139,7 @@ class ReferenceLayers:
 
     def answer_width(self) -> int:
         """Logits, or the residual stream."""
-        return VOCABULARY if self.last else self.facts.width
+        return self.block.vocabulary if self.last else self.facts.width
 
     def fresh(self, blocks: tuple[int, ...]) -> Memory:
         """One cache for all layers."""
@@ -155,7 +160,7 @@ class ReferenceLayers:
             return wanted
         x = torch.cat(wanted, dim=1)
         logits = (
-            self.block(x) if x.shape[1] else x.new_zeros(1, 0, VOCABULARY)
+            self.block(x) if x.shape[1] else x.new_zeros(1, 0, self.block.vocabulary)
         )  # of a long RUN's first piece nothing may be wanted
         return list(logits.split([part.wanted for part in parts], dim=1))
 
@@ -166,7 +171,7 @@ class EulerSteps:
     topology: Topology = "ring"
     in_pieces = remembers = False
 
-    def __init__(self, config: Config, blocks: dict[int, Block], model: str) -> None:
+    def __init__(self, config: Config, blocks: Mapping[int, IndependentBlock], model: str) -> None:
         self.config = config
         self.facts = _facts(config, "blocks", blocks, model)
         _require_neighbours(self.facts.blocks)
@@ -177,7 +182,7 @@ class EulerSteps:
 
     def answer_width(self) -> int:
         """Logits, or z."""
-        return VOCABULARY if self.last else self.config.z_width
+        return self.table.shape[0] if self.last else self.config.z_width
 
     def fresh(self, blocks: tuple[int, ...]) -> Memory:
         """Nothing: z changes what every position attends to, so the window is walked again each time."""
@@ -215,10 +220,16 @@ def load_holding(
                 f"{folder} has no end-to-end reference; train one with: blocktrain train --reference"
             )
         return ReferenceLayers(
-            config, load_block(manifest.run, config, REFERENCE, device), numbers, file_sha256(path)
+            config,
+            load_independent(manifest.run, config, REFERENCE, device),
+            numbers,
+            file_sha256(path),
         )
-    make = EulerSteps if config.compose == "euler" else FanBlocks
-    return make(config, load_blocks(manifest, numbers, device), manifest.model_hash)
+    make: type[EulerSteps] | type[FanBlocks] = (
+        EulerSteps if config.traits.topology == "ring" else FanBlocks
+    )
+    blocks = load_independents(manifest, numbers, device)
+    return make(config, blocks, manifest.model_hash)
 
 
 def parse_blocks(text: str) -> tuple[int, ...]:
@@ -238,7 +249,7 @@ def parse_blocks(text: str) -> tuple[int, ...]:
 def _require_known(config: Config, numbers: Sequence[int], *, reference: bool) -> None:
     most = config.blocks if reference else config.independent
     wrong = [n for n in numbers if n > most]
-    if wrong and config.compose == "fuse" and not reference and wrong == [config.blocks]:
+    if not reference and wrong == [config.fusion]:
         raise ConfigError(
             f"block {wrong[0]} is the fusion block, which the entry holds; serve some of 1 to {most}"
         )
@@ -267,7 +278,7 @@ def _facts(
     )
 
 
-def _frozen(block: Block) -> Block:
+def _frozen(block: IndependentBlock) -> IndependentBlock:
     return block.requires_grad_(False).eval()
 
 

@@ -234,8 +234,7 @@ def missing_blocks(status: dict[str, Any]) -> list[int]:
         *model["local_blocks"],
         *(block for host in hosts if host["alive"] for block in host["blocks"]),
     }
-    last = model["blocks"] - (model["compose"] == "fuse")  # the fusion block is always the entry's
-    return [block for block in range(1, last + 1) if block not in held]
+    return [block for block in range(1, model["independent"] + 1) if block not in held]
 
 
 _Numbered = tuple[int, Piece] | None  # which choice; None: nothing new, still alive

@@ -58,7 +58,7 @@ class Teller:
             fingerprint=live.run.fingerprint,
             corpus=live.run.corpus.name,
             blocks=config.blocks,
-            fusion=config.blocks if config.compose == "fuse" else None,
+            fusion=config.fusion,
             steps=config.steps,
             compose=config.compose,
             compression=live.policy.compression,

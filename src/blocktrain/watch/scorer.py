@@ -25,16 +25,12 @@ import torch.nn.functional as F
 
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
-from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Bytes, Corpus, open_corpus
-from blocktrain.learning.evaluate import (
-    Predictors,
-    context_predictors,
-    cross_entropies,
-    euler_predictors,
-    fit_pool_weights,
-)
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.compose import Model, Predictors, build_block, composition_of
+from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.evaluate import cross_entropies
+from blocktrain.learning.model import Block
+from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.tensors import unpack
 from blocktrain.protocol.transfer import sha256
@@ -70,7 +66,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         config = make_config({**request["config"], "device": "cpu"})
         scores, count = score(
             config,
-            _corpus(request["train"], request["valid"]),
+            _corpus(request["train"], request["valid"]).encode(tokenizer_of(config)),
             request["newest"],
             request["features"],
             request["bytes"],
@@ -87,25 +83,21 @@ def score(
 
     `features` are the blocks that the newest fusion block was trained on: only with those is it a model.
     """
-    last = str(config.blocks)
-    fuses = config.compose == "fuse"
-    own = {number: path for number, path in newest.items() if not fuses or number != last}
-    model = Model(config, _blocks(config, own))
-    fused = _fused(config, features, newest[last]) if fuses and features else None
+    fusion = str(config.fusion)
+    own = {number: path for number, path in newest.items() if number != fusion}
+    model = _model(config, own)
+    fused = _model(config, {**features, fusion: newest[fusion]}) if features else None
     if fused is not None and features == own:
         model, fused = fused, None  # one walk for both
     found: dict[str, float] = {}
-    if model.blocks[0].skip != "edm":
+    if config.predicts_without_noise:
         model.pool_weights = fit_pool_weights(model, corpus.calibration, limit=FIT_BYTES)
-        found |= sampled(context_predictors(model), corpus.valid, config.context, limit)
+    for predict in model.composition.quick_predictors(model, seed=config.seed):
+        found |= sampled(predict, corpus.valid, config.context, limit)
     if fused is not None:
-        found["fuse"] = sampled(context_predictors(fused), corpus.valid, config.context, limit)[
-            "fuse"
-        ]
-    if config.compose == "euler":
-        found["euler"] = sampled(
-            euler_predictors(model, seed=config.seed, draws=1), corpus.valid, config.context, limit
-        )["euler"]
+        for predict in fused.composition.quick_predictors(fused, seed=config.seed):
+            scores = sampled(predict, corpus.valid, config.context, limit)
+            found[config.compose] = scores[config.compose]
     named = {
         name.replace("block_", "block-").replace("fuse", "fused"): ce for name, ce in found.items()
     }
@@ -114,23 +106,17 @@ def score(
     )
 
 
-def _fused(config: Config, features: Paths, newest: str) -> Model:
-    read = _blocks(config, features)
-    fusion = _blocks(config, {str(config.blocks): newest})[0]
-    fusion.readout.copy_from(read)
-    return Model(config, read, fusion)
-
-
-def _blocks(config: Config, paths: Paths) -> list[Block]:
-    made = []
-    for number in sorted(paths, key=int):
-        content = Path(paths[number]).read_bytes()
-        if sha256(content) != Path(paths[number]).name:
+def _model(config: Config, paths: Paths) -> Model:
+    blocks: dict[int, Block] = {}
+    for number, path in paths.items():
+        content = Path(path).read_bytes()
+        if sha256(content) != Path(path).name:
             raise Damaged(f"the weights of block {number} are not those of their name")
-        block = build_block(config, int(number))
-        put_weights(block, unpack(content))
-        made.append(block)
-    return made
+        blocks[int(number)] = build_block(config, int(number))
+        put_weights(blocks[int(number)], unpack(content))
+    composition = composition_of(config)
+    composition.connect(config, blocks)
+    return composition.assemble(config, blocks)
 
 
 def _corpus(train: str, valid: str) -> Corpus:
@@ -142,7 +128,7 @@ def _corpus(train: str, valid: str) -> Corpus:
 
 
 @torch.no_grad()
-def sampled(predict: Predictors, split: Bytes, context: int, limit: int) -> dict[str, float]:
+def sampled(predict: Predictors, split: Ids, context: int, limit: int) -> dict[str, float]:
     """`cross_entropies` on rows from all over a split that is longer than the limit: one stretch of text is unlike the rest."""
     count = (len(split) - 1) // context
     if len(split) <= max(limit, context + 1):

@@ -119,11 +119,8 @@ class Scorer:
         live = self._coordinator.live
         with live.lock:
             newest = [live.newest(index) for index in sorted(live.state.blocks)]
-            features = (
-                live.recall.features.get(live.config.blocks, ())
-                if live.config.compose == "fuse"
-                else ()
-            )
+            fusion = live.config.fusion
+            features = live.recall.features.get(fusion, ()) if fusion else ()
             moved = {"bytes_in": live.moved[0], "bytes_out": live.moved[1]}
 
         def path(name: str) -> str:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from blocktrain.config import VOCABULARY, Config
+from blocktrain.config import Config
+from blocktrain.learning.compose import build_block, independent
 from blocktrain.learning.data import Corpus, open_corpus
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.model import Block
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.compression import METHODS, compress, compress_weights
@@ -29,10 +31,10 @@ SAVED_PER_LAYER = (
 
 def footprint(config: Config, index: int) -> int:
     """About how many bytes training a block takes: state, gradients, activations, and for fusion the blocks that it reads."""
-    width = config.width
-    block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * VOCABULARY * width
+    width, vocabulary = config.width, tokenizer_of(config).vocabulary
+    block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * vocabulary * width
     reads = config.reads(index)
-    saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * VOCABULARY + 4 * reads * width
+    saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * vocabulary + 4 * reads * width
     own = (block + 3 * reads * width**2) * BYTES_OF_A_PARAMETER
     return own + 4 * config.batch * config.context * saved + 4 * reads * block
 
@@ -184,13 +186,12 @@ class Desk:
 
 def read_blocks(
     config: Config, pins: Iterable[m.BlockVersion], weights: Callable[[m.Blob], Tensors]
-) -> list[Block]:
-    """The blocks that a fusion block reads, at the versions that the order pins."""
-    blocks = []
-    for pin in sorted(pins, key=lambda pin: pin.block):
-        block = build_block(config, pin.block)
-        put_weights(block, weights(pin.weights))
-        blocks.append(block)
+) -> dict[int, Block]:
+    """Blocks by number at pinned versions."""
+    blocks = {}
+    for pin in pins:
+        blocks[pin.block] = build_block(config, pin.block)
+        put_weights(blocks[pin.block], weights(pin.weights))
     return blocks
 
 
@@ -201,9 +202,8 @@ def open_desk(
     reads = tuple(pin.weights.sha256 for pin in order.features)
     if old is not None and old.block == order.block:
         if old.reads != reads:
-            old.trainer.read(read_blocks(config, order.features, weights))
+            old.trainer.read(independent(read_blocks(config, order.features, weights)))
             old.reads = reads
         return old
-    return Desk(
-        Trainer(config, order.block, read_blocks(config, order.features, weights)), reads=reads
-    )
+    sources = independent(read_blocks(config, order.features, weights))
+    return Desk(Trainer(config, order.block, sources), reads=reads)

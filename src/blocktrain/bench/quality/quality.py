@@ -16,20 +16,23 @@ import torch
 from blocktrain.bench.serving.samples import judge_samples
 from blocktrain.config import PRESETS, Config
 from blocktrain.errors import Interrupted
-from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Bytes, Source
-from blocktrain.learning.evaluate import (
-    MARGINAL_DRAWS,
-    context_predictors,
-    cross_entropies,
-    euler_predictors,
-    evaluate_alone,
-    fit_pool_weights,
-)
-from blocktrain.learning.model import Block, build_block
+from blocktrain.learning.compose import MARGINAL_DRAWS, Model, composition_of, independent
+from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
+from blocktrain.learning.model import Block, IndependentBlock, build_independent
+from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
 from blocktrain.processes import Channel, Job
-from blocktrain.runs.folder import Run, block_name, load_block, publish, read_json, write_json
+from blocktrain.runs.folder import (
+    Run,
+    block_name,
+    load_block,
+    load_independent,
+    publish,
+    read_json,
+    write_json,
+)
 from blocktrain.runs.results import peak_mb
 
 SCALES: dict[str, dict[str, Any]] = {
@@ -96,9 +99,13 @@ class Setup:
         """Where a job leaves its numbers."""
         return self.folder / "results" / f"{job}.json"
 
-    def valid(self) -> Bytes:
+    def corpus(self) -> Corpus:
+        """The tokens that all variants read."""
+        return self.source.open().encode(tokenizer_of(self.base))
+
+    def valid(self) -> Ids:
         """What is evaluated."""
-        return self.source.open().valid[: self.valid_limit]
+        return self.corpus().valid[: self.valid_limit]
 
 
 def twin(config: Config, variant: str, index: int) -> str | None:
@@ -160,7 +167,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     state = run.state(index)
     state.parent.mkdir(parents=True, exist_ok=True)
     reads = config.reads(index)
-    trainer = Trainer(config, index, [_final(setup, variant, n) for n in range(1, reads + 1)])
+    trainer = Trainer(config, index, _finals(setup, variant, reads))
     if state.exists():
         trainer.load(state)
     if variant == "beside" and reads:
@@ -169,7 +176,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     name = "end_to_end" if index == REFERENCE else f"{variant}-{block_name(index)}"
     losses: list[float] = []
     version = version_beside(trainer.step, config.steps)
-    for step, loss in trainer.run(setup.source.open().train, config.steps):
+    for step, loss in trainer.run(setup.corpus().train, config.steps):
         losses = [*losses[-99:], loss]
         if (
             variant == "fuse"
@@ -210,9 +217,9 @@ def version_beside(step: int, steps: int) -> int:
     return steps if steps // 2 + step >= steps else max(every, (steps // 2 + step) // every * every)
 
 
-def _version(setup: Setup, config: Config, index: int, step: int) -> Block:
+def _version(setup: Setup, config: Config, index: int, step: int) -> IndependentBlock:
     path = Run(setup.run("fuse").folder / f"version-{step}").weights(index)
-    block = build_block(config, index)
+    block = build_independent(config, index)
     load_weights(block, read_tensors(path)[0], path)
     return block
 
@@ -224,33 +231,36 @@ def _final(setup: Setup, variant: str, index: int) -> Block:
     )
 
 
+def _finals(setup: Setup, variant: str, count: int) -> list[IndependentBlock]:
+    return independent({n: _final(setup, variant, n) for n in range(1, count + 1)})
+
+
+def _model(setup: Setup, variant: str) -> Model:
+    config = setup.config(variant)
+    blocks = {n: _final(setup, variant, n) for n in range(1, config.blocks + 1)}
+    return composition_of(config).assemble(config, blocks)
+
+
 def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     """Cross entropies of one variant on the whole valid split."""
     torch.set_num_threads(1)
-    config = setup.config(variant)
-    blocks = [_final(setup, variant, n) for n in range(1, config.independent + 1)]
-    fusion = _final(setup, variant, config.blocks) if config.compose == "fuse" else None
-    model = Model(config, blocks, fusion)
+    config, model = setup.config(variant), _model(setup, variant)
     found: dict[str, Any] = {}
     valid = setup.valid()
 
     def progress(share: float) -> None:
         _going_on(channel, share=share)
 
-    if config.skip == "exact":
-        model.pool_weights = fit_pool_weights(model, setup.source.open().calibration)
+    if config.predicts_without_noise:
+        model.pool_weights = fit_pool_weights(model, setup.corpus().calibration)
         found["pool_weights"] = model.pool_weights.tolist()
-        predict = context_predictors(model, leave_out=variant == "fuse")
-        found["ce"] = cross_entropies(predict, valid, config.context, progress=progress)
-    if config.compose == "euler":
-        draws = MARGINAL_DRAWS if variant == "exact" else 1
-        predict = euler_predictors(model, seed=config.seed, draws=draws)
-        found["ce"] = {
-            **found.get("ce", {}),
-            **cross_entropies(predict, valid, config.context, progress=progress),
-        }
+    draws, leave_out = MARGINAL_DRAWS if variant == "exact" else 1, variant == "fuse"
+    passes = model.composition.predictors(model, seed=config.seed, draws=draws, leave_out=leave_out)
+    found["ce"] = {}
+    for predict in passes:
+        found["ce"] |= cross_entropies(predict, valid, config.context, progress=progress)
     if variant == "fuse":
-        reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
+        reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
         found["reference"] = evaluate_alone(reference, valid, config.context)
     _save(setup, f"evaluate-{variant}", found)
 
@@ -258,10 +268,8 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
 def samples_job(channel: Channel, setup: Setup) -> None:
     """Quality of sampled text under the end-to-end model."""
     torch.set_num_threads(1)
-    config = setup.config("fuse")
-    blocks = [_final(setup, "fuse", n) for n in range(1, config.independent + 1)]
-    model = Model(config, blocks, _final(setup, "fuse", config.blocks))
-    reference = load_block(setup.run("fuse"), config, REFERENCE, model.device)
+    config, model = setup.config("fuse"), _model(setup, "fuse")
+    reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
     count = 32 if setup.valid_limit is None else 4
     rows = judge_samples(
         model,

@@ -12,8 +12,9 @@ import numpy as np
 
 from blocktrain.bench.quality.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
 from blocktrain.config import Config
+from blocktrain.learning.compose import build_block
 from blocktrain.learning.data import batch_offsets
-from blocktrain.learning.model import build_block, build_reference
+from blocktrain.learning.model import build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import block_name
 

@@ -9,10 +9,11 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import composition_of, context_predictors, independent
 from blocktrain.learning.data import Source
-from blocktrain.learning.evaluate import context_predictors, cross_entropies, evaluate_alone
-from blocktrain.learning.model import Block
+from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
+from blocktrain.learning.model import Block, IndependentBlock
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
 from blocktrain.runs.folder import Run, load_block, publish, read_json, write_json
@@ -75,7 +76,9 @@ def _read_block(channel: Channel, folder: Path, config: Config, source: Source, 
 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
     torch.set_num_threads(1)
-    for step, loss in trainer.run(source.open().train, trainer.config.steps):
+    for step, loss in trainer.run(
+        source.open().encode(tokenizer_of(trainer.config)).train, trainer.config.steps
+    ):
         if step % 10 == 0:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
         if channel.stopped:
@@ -92,19 +95,18 @@ def _try(
     if _path(folder, kind, rate).exists():
         return
     config = base.replace(**{SETTINGS[kind]: rate})
-    sources = (
-        [
-            load_block(Run(folder), config, n, torch.device("cpu"))
-            for n in range(1, base.independent + 1)
-        ]
-        if kind == "fusion"
-        else []
-    )
-    block = _train(channel, Trainer(config, index, sources), source)
-    calibration = source.open().calibration
+    blocks: dict[int, Block] = {}
     if kind == "fusion":
-        predict = context_predictors(Model(config, sources, block))
-        ce = cross_entropies(predict, calibration, config.context)["fuse"]
-    else:
+        device = torch.device("cpu")
+        blocks = {
+            n: load_block(Run(folder), config, n, device) for n in range(1, base.independent + 1)
+        }
+    block = _train(channel, Trainer(config, index, independent(blocks)), source)
+    calibration = source.open().encode(tokenizer_of(config)).calibration
+    if isinstance(block, IndependentBlock):
         ce = evaluate_alone(block, calibration, config.context)
+    else:
+        model = composition_of(config).assemble(config, {**blocks, index: block})
+        scores = cross_entropies(context_predictors(model), calibration, config.context)
+        ce = scores[config.compose]
     write_json(_path(folder, kind, rate), {"ce": ce})

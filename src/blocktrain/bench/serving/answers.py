@@ -16,8 +16,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.data import Bytes
 from blocktrain.learning.generate import Sampler
+from blocktrain.learning.tokenizer import Bytes
 from blocktrain.protocol import frames
 from blocktrain.serving.entry.decode import Answer, Picker, common
 from blocktrain.serving.entry.entry import Entry, Mode, Request, Stats

@@ -14,10 +14,9 @@ import torch
 
 from blocktrain.bench.serving.answers import Prompt, Way, write
 from blocktrain.config import Config
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import composition_of
 from blocktrain.learning.generate import Sampler
-from blocktrain.learning.model import Block, Readout
-from blocktrain.runs.folder import load_blocks, read_manifest
+from blocktrain.runs.folder import load_blocks, load_independents, read_manifest
 from blocktrain.serving.entry.decode import Answer, Picker, common
 from blocktrain.serving.entry.drafting import Drafter, Lean
 from blocktrain.serving.entry.entry import Entry
@@ -57,20 +56,11 @@ async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[Home]:
         ComputeThread(),
         Route(route, Access(config.fingerprint, b"", manifest.model_hash)),
     )
-    readout: Block | Readout
-    if config.compose == "fuse":
-        readout = (
-            load_blocks(manifest, [config.blocks], CPU)[config.blocks].requires_grad_(False).eval()
-        )
-    else:
-        weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
-        readout = Model(
-            config,
-            list(load_blocks(manifest, range(1, config.blocks + 1), CPU).values()),
-            None,
-            weights,
-        ).readout()
-    local = FanBlocks(config, load_blocks(manifest, [1], CPU), manifest.model_hash)
+    weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
+    readout = composition_of(config).readout(
+        config, lambda numbers: load_blocks(manifest, numbers, CPU), weights
+    )
+    local = FanBlocks(config, load_independents(manifest, [1], CPU), manifest.model_hash)
     try:
         await lines.start(30.0)
         yield Home(lines, thread, local, frozenset({1}), readout, config.independent, config.width)

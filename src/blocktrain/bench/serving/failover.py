@@ -107,7 +107,7 @@ class Case:
 def failover(options: FailoverOptions, command: str) -> Result:
     """All disturbed answers, in figures; leaves failover.json in the folder."""
     config = read_manifest(options.run).config
-    if config.compose == "euler" or config.independent < 2:
+    if config.traits.topology == "ring" or config.independent < 2:
         raise ConfigError(
             "a ring does not survive the loss of a stage: give bench failover a run composed by fuse or pool"
         )

@@ -14,7 +14,8 @@ from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.serving.answers import Prompt, Result, Way, write
 from blocktrain.bench.serving.stages import links, names, split, stages
 from blocktrain.config import Config, make_config
-from blocktrain.learning.model import build_block, build_reference
+from blocktrain.learning.compose import build_block
+from blocktrain.learning.model import build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import create_run, publish, read_manifest, seal
 from blocktrain.serving.entry.entry import Entry

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Bytes
 from blocktrain.learning.evaluate import Progress, text_bits
 from blocktrain.learning.generate import Sampler, autoregressive, sweep
-from blocktrain.learning.model import Block
+from blocktrain.learning.model import IndependentBlock
+from blocktrain.learning.tokenizer import Bytes
 
 SWEEPS = (1, 2, 4)
 
 
 def judge_samples(
     model: Model,
-    reference: Block,
+    reference: IndependentBlock,
     valid: Bytes,
     *,
     count: int,

@@ -46,7 +46,7 @@ from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.train import REFERENCE, one_thread
-from blocktrain.runs.folder import Manifest, file_sha256, load_block, read_manifest
+from blocktrain.runs.folder import Manifest, file_sha256, load_independent, read_manifest
 from blocktrain.serving.entry.drafting import Drafter, Lean
 from blocktrain.serving.entry.entry import Entry, Request
 from blocktrain.serving.entry.fan import Home
@@ -109,7 +109,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.manifest = read_manifest(self.run)
-        if self.config.compose == "euler" or self.config.independent < 2:
+        if self.config.traits.topology == "ring" or self.config.independent < 2:
             raise ConfigError(
                 "bench serving asks a fan: give it a run composed by fuse or pool with two blocks or more beside the fusion"
             )
@@ -324,7 +324,7 @@ async def _texts(
 def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict[str, float]:
     """Bits per byte under the end-to-end model, of real text and of all that was written."""
     reference = (
-        load_block(subject.manifest.run, subject.config, REFERENCE, CPU)
+        load_independent(subject.manifest.run, subject.config, REFERENCE, CPU)
         .requires_grad_(False)
         .eval()
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, RunError
-from blocktrain.learning.model import Block, Layer
+from blocktrain.learning.model import IndependentBlock, Layer
 
 MATRICES = 12  # of width x width in a layer
 SLENDERNESS = 58  # width over depth, as in the 75.8B: 7168 wide and 123 deep
@@ -112,7 +112,7 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
 
 
-def shared_model(shape: Shape, config: Config, path: Path) -> Block:
+def shared_model(shape: Shape, config: Config, path: Path) -> IndependentBlock:
     """The whole model; every layer is the same one, and its weights are in the file, which all processes map."""
     count = shape.buffer_bytes // 4
     mapped = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32)
@@ -126,7 +126,7 @@ def shared_model(shape: Shape, config: Config, path: Path) -> Block:
     layer.load_state_dict(weights, assign=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        block = Block(config, layers=0)
+        block = IndependentBlock(config, layers=0)
     block.layers = nn.ModuleList([layer] * (shape.blocks * shape.layers))
     return block.requires_grad_(False).eval()
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocktrain.config import VOCABULARY, Config
+from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import middle_noise
 from blocktrain.learning.generate import Sampler
@@ -36,7 +36,7 @@ class Lean:
         slots, width = self.cache.data.shape[-2], block.embed.shape[-1]
         heads, size = block.heads, width // block.heads
         self._tables = block.embed.reshape(-1, width)  # (lookback * V, W)
-        self._offsets = [VOCABULARY * back for back in range(block.embed.shape[0])]
+        self._offsets = [block.vocabulary * back for back in range(block.embed.shape[0])]
         self._query = torch.zeros(1, heads, MIN_ROWS, size)
         cosine, sine = block.rotation
         self._cosine, self._sine = (

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import composition_of
 from blocktrain.learning.generate import Sampler
-from blocktrain.learning.model import Block, Readout
+from blocktrain.learning.model import Block, FanReadout, IndependentBlock
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Wire
-from blocktrain.runs.folder import Manifest, file_sha256, load_block, load_blocks, read_manifest
+from blocktrain.runs.folder import (
+    Manifest,
+    file_sha256,
+    load_blocks,
+    load_independent,
+    load_independents,
+    read_manifest,
+)
 from blocktrain.serving.entry.cost import Pace
 from blocktrain.serving.entry.decode import Answer, Picker, accept
 from blocktrain.serving.entry.drafting import Drafter, Lean
@@ -127,7 +134,7 @@ class Entry:
     ) -> None:
         self.manifest: Manifest = read_manifest(folder)
         self.config, self.reference, self.wire = self.manifest.config, reference, wire
-        self.fan = self.config.compose != "euler" and not reference
+        self.fan = self.config.traits.topology == "fan" and not reference
         if reference and not self.manifest.run.weights(REFERENCE).is_file():
             raise ConfigError(
                 f"{folder} has no end-to-end reference; train one with: blocktrain train --reference"
@@ -163,38 +170,35 @@ class Entry:
             blocks, self._local = await asyncio.to_thread(self._load_ring)
             self._ring = RingHome(self.route, self._thread, self.config, self.reference, blocks)
 
-    def _load_fan(self, numbers: list[int]) -> tuple[FanBlocks, Block | Readout]:
+    def _load_fan(self, numbers: list[int]) -> tuple[FanBlocks, FanReadout]:
         config, manifest = self.config, self.manifest
-        if config.compose == "fuse":
-            fusion = (
-                load_blocks(manifest, [config.blocks], CPU)[config.blocks]
-                .requires_grad_(False)
-                .eval()
-            )
-            return FanBlocks(
-                config, load_blocks(manifest, numbers, CPU), manifest.model_hash
-            ), fusion
-        blocks = load_blocks(
-            manifest, range(1, config.blocks + 1), CPU
-        )  # the pool reads the heads of all
-        weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
-        readout = Model(config, list(blocks.values()), None, weights).readout()
-        return FanBlocks(
-            config, {number: blocks[number] for number in numbers}, manifest.model_hash
-        ), readout
+        loaded: dict[int, Block] = {}
 
-    def _load_ring(self) -> tuple[list[Block], FanBlocks | None]:
+        def load(wanted: Iterable[int]) -> dict[int, Block]:
+            loaded.update(load_blocks(manifest, [n for n in wanted if n not in loaded], CPU))
+            return {number: loaded[number] for number in wanted}
+
+        weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
+        readout = composition_of(config).readout(config, load, weights)
+        own = {n: b for n, b in load(numbers).items() if isinstance(b, IndependentBlock)}
+        return FanBlocks(config, own, manifest.model_hash), readout
+
+    def _load_ring(self) -> tuple[list[IndependentBlock], FanBlocks | None]:
         """All blocks where there is no route, and the one to draft with where that makes sense."""
         config, manifest = self.config, self.manifest
         if self.reference:
             own = (
                 []
                 if self.route.lines
-                else [load_block(manifest.run, config, REFERENCE, CPU).requires_grad_(False).eval()]
+                else [
+                    load_independent(manifest.run, config, REFERENCE, CPU)
+                    .requires_grad_(False)
+                    .eval()
+                ]
             )
             return own, None
         numbers = range(1, 2 if self.route.lines else config.blocks + 1)
-        blocks = load_blocks(manifest, numbers, CPU)
+        blocks = load_independents(manifest, numbers, CPU)
         drafting = (
             None if config.skip == "edm" else FanBlocks(config, {1: blocks[1]}, manifest.model_hash)
         )
@@ -228,6 +232,7 @@ class Entry:
         local = sorted(self._local.blocks) if self._local is not None and self.fan else []
         facts = {
             "blocks": config.blocks,
+            "independent": config.blocks if self.reference else config.independent,
             "width": config.width,
             "context": config.context,
             "compose": "reference" if self.reference else config.compose,

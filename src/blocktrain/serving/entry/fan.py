@@ -12,7 +12,7 @@ from torch import Tensor
 
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import in_pieces
-from blocktrain.learning.model import Block, Cache, Readout
+from blocktrain.learning.model import FanReadout
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.entry.decode import common
@@ -52,9 +52,9 @@ class Terms:
 class Fusion:
     """The fusion block, or the pool, of one answer: a function of the window and of which blocks are there."""
 
-    def __init__(self, readout: Block | Readout) -> None:
+    def __init__(self, readout: FanReadout) -> None:
         self.readout = readout
-        self._cache = Cache(readout, 1) if isinstance(readout, Block) else None
+        self._cache = readout.new_cache()
         self._known, self._kept = b"", ()  # type: tuple[bytes, tuple[bool, ...]]
 
     def first(self, window: bytes, start: int, kept: tuple[bool, ...]) -> int:
@@ -81,9 +81,7 @@ class Fusion:
         return found
 
     def _answer(self, ids: Tensor, features: Tensor, kept: Tensor) -> Tensor:
-        if isinstance(self.readout, Block):
-            return self.readout.fuse(ids, features, kept, self._cache)
-        return self.readout(self.readout.normed(features), kept)
+        return self.readout.combine(ids, features, kept, self._cache)
 
 
 class FanSession:
@@ -292,7 +290,7 @@ class Home:
     thread: ComputeThread
     local: FanBlocks
     own: frozenset[int]  # blocks that it always reads itself: the one it drafts with
-    readout: Block | Readout
+    readout: FanReadout
     blocks: int  # independent ones
     width: int
     closing: set[asyncio.Task[None]] = field(default_factory=set)

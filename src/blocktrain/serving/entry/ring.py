@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blocktrain.config import VOCABULARY, Config
+from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import euler_hop, in_pieces, position_noise, window_noise
-from blocktrain.learning.model import Block, Cache, target_table
+from blocktrain.learning.model import Cache, IndependentBlock, target_table
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.entry.decode import Answer, Picker, common
@@ -35,7 +35,9 @@ class RingHome:
     thread: ComputeThread
     config: Config
     reference: bool
-    blocks: list[Block]  # all of them, or the reference alone, or none: then stages hold them
+    blocks: list[
+        IndependentBlock
+    ]  # all of them, or the reference alone, or none: then stages hold them
 
 
 class Walk(Protocol):
@@ -79,7 +81,7 @@ class RemoteWalk:
         self._tally.wire_bytes += (
             hops * (frames.PREFIX.size + 16 + len(ids)) + passed * run.count * width * size
         )
-        self._tally.wire_bytes += RESULT_BYTES + run.wanted * VOCABULARY * size
+        self._tally.wire_bytes += RESULT_BYTES + found.shape[-1] * run.wanted * size
         return found[0]
 
     async def aclose(self) -> None:

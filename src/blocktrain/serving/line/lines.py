@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from blocktrain.config import VOCABULARY
 from blocktrain.errors import BlockTrainError
+from blocktrain.learning.tokenizer import ByteTokenizer
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import ITEM, SENTENCES, Buffer, Frame, Topology, Why, Wire
 from blocktrain.serving.line.address import parse_address
@@ -153,7 +153,7 @@ class StageLine:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if topology == "ring":  # its last block answers, in state or in logits
             self._sessions[session] = _Session(
-                wire, asked.most, facts.blocks[-1:], (width, VOCABULARY), opened
+                wire, asked.most, facts.blocks[-1:], (width, ByteTokenizer.vocabulary), opened
             )
         else:
             self._sessions[session] = _Session(
@@ -296,7 +296,7 @@ class StageLine:
             return 0
         known = self._sessions.get(session)
         if known is None:  # a late answer to a session that was closed: read over it
-            width = max(self.facts.width, self.facts.z_width, VOCABULARY)
+            width = max(self.facts.width, self.facts.z_width, ByteTokenizer.vocabulary)
             return min(4 * len(self.facts.blocks) * self.facts.context * width, MOST_ANSWER)
         return min(
             len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER

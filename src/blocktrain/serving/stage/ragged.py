@@ -10,11 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blocktrain.learning.model import Block, Cache, attend_cached, noise_features
+from blocktrain.learning.model import Cache, IndependentBlock, attend_cached, noise_features
 
 
 def embed(
-    block: Block, ids: Sequence[Tensor], caches: Sequence[Cache], c_noise: Tensor | None = None
+    block: IndependentBlock,
+    ids: Sequence[Tensor],
+    caches: Sequence[Cache],
+    c_noise: Tensor | None = None,
 ) -> Tensor:
     """The rows (1, R, W) with which a block begins: the ids (1, T) of each session, one after another."""
     x = torch.cat(
@@ -31,7 +34,7 @@ def embed(
 
 
 def through_layers(
-    block: Block, x: Tensor, sizes: Sequence[int], caches: Sequence[Cache]
+    block: IndependentBlock, x: Tensor, sizes: Sequence[int], caches: Sequence[Cache]
 ) -> Tensor:
     """The residual stream (1, R, W) after the block's layers; session i has `sizes[i]` of the rows and continues its cache."""
     starts = [cache.length for cache in caches]

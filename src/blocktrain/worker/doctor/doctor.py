@@ -179,8 +179,8 @@ class _Exam:
         needed = {}
         if self.config is not None:
             needed["block 1"] = footprint(self.config, 1)
-            if self.config.compose == "fuse":
-                needed["the fusion block"] = footprint(self.config, self.config.blocks)
+            if self.config.fusion is not None:
+                needed["the fusion block"] = footprint(self.config, self.config.fusion)
         has, free = probes.memory_of(self.place)
         asked = self.patient.memory
         return diagnosis.judge_memory(

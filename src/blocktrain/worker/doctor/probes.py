@@ -225,10 +225,12 @@ def seconds_per_step(config: Config, device: str) -> float:
     """The median of some real training steps of block 1 on random text, as a worker makes them."""
     import numpy as np
 
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import Trainer, one_thread
 
+    tokenizer = tokenizer_of(config)
     text = np.random.default_rng(0).integers(
-        0, 256, max(1 << 16, 4 * config.context), dtype=np.uint8
+        0, tokenizer.vocabulary, max(1 << 16, 4 * config.context), dtype=tokenizer.dtype
     )
     times: list[float] = []
     with one_thread() if device == "cpu" else nullcontext():
