@@ -12,7 +12,7 @@ from blocktrain.protocol.messages import Blob
 from blocktrain.protocol.refusals import Code
 from blocktrain.protocol.status import BlockStatus, RoundStatus, Status, WorkerStatus
 
-REASON = "3 of 6 updates are here; it closes in 41 s, or when 2 more workers have answered"
+REASON = "round 1234 of block {} has 3 of 6 updates and 41 s, or until 2 more workers have answered"
 STATES = ("training", "waiting", "lost", "left", "kicked")
 
 
@@ -38,7 +38,7 @@ def _status(*, workers: int = 5) -> Status:
                 extensions=1,
                 open_seconds=12.0,
                 deadline_seconds=41.0,
-                reason=REASON,
+                reason=REASON.format(n),
             ),
             bytes_in=987_654_321,
             bytes_out=123_456_789_012,
@@ -97,7 +97,8 @@ def test_the_table_fits_the_terminal(width: int) -> None:
     for n in range(5):
         (row,) = [line for line in lines if line.startswith(f"{n:02d}bbbbbb")]
         assert STATES[n] in row and "1234/2000" in row and "2.100" in row
-    assert " ".join(" ".join(lines).split()).count(REASON) == 1  # once for all three blocks
+    words = " ".join(" ".join(lines).split())
+    assert all(words.count(REASON.format(n)) == 1 for n in (1, 2, 3))
 
 
 def test_a_wide_terminal_shows_more() -> None:

@@ -312,7 +312,7 @@ class EventLines:
             self._listener = self._listen()
         for event in self._listener.take():
             if event.kind != "finish":
-                console.print(_line(event.value), highlight=False)
+                console.print(_line(event.value), highlight=False, markup=False, soft_wrap=True)
             elif not self._finished:
                 self._finished = True
                 self._print_end(event.value["reason"])

@@ -138,9 +138,18 @@ def kick(
     reason
         Why; the ledger keeps it.
     """
+    from blocktrain.protocol.refusals import Code, Refused
+
     client = _client(url, token, ca)
     try:
         print(f"kicked {_kick(client, worker, reason)}")
+    except Refused as error:
+        if error.code != Code.BAD_TOKEN:
+            raise
+        raise ConfigError(
+            "only the operator may kick, and the operator token is missing or wrong: give "
+            '--token "$(cat FOLDER/operator.token)", with FOLDER the coordinator\'s folder'
+        ) from None
     finally:
         client.close()
 

@@ -92,8 +92,9 @@ class StatusView:
         yield Text("\n".join(self._summary()))
         yield ""
         yield _table(status.blocks, BLOCK_COLUMNS, width)
-        for line in self._rounds():
-            yield Text(line, style="dim")
+        for block in status.blocks:
+            if block.round:
+                yield Text(block.round.reason, style="dim")
         yield ""
         if status.workers:
             yield _table(status.workers, WORKER_COLUMNS, width)
@@ -111,15 +112,6 @@ class StatusView:
             yield "refused: " + ", ".join(f"{n} x {code}" for code, n in status.refusals.items())
         if status.scores:
             yield "valid CE: " + ", ".join(f"{n} {ce:.4f}" for n, ce in status.scores.items())
-
-    def _rounds(self) -> Iterable[str]:
-        """Why rounds are open; blocks with the same reason share a line."""
-        blocks: dict[str, list[str]] = {}
-        for block in self.status.blocks:
-            if block.round and block.round.reason:
-                blocks.setdefault(block.round.reason, []).append(str(block.block))
-        for reason, numbers in blocks.items():
-            yield f"round of block {', '.join(numbers)}: {reason}"
 
 
 def _table(rows: Sequence[Any], columns: Sequence[Column], width: int) -> Table:
