@@ -20,7 +20,7 @@ from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.protocol.events import read_events
-from blocktrain.runs.folder import Run, create_run, load_model, publish, read_json
+from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.results import Plan, complete
 from blocktrain.store.sql import read_ledger
@@ -132,7 +132,7 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=600)
     here = Here(tmp_path, config, corpus_folder, task_steps=10)
-    undisturbed = Run(tmp_path / "undisturbed")
+    undisturbed = RunFolder(tmp_path / "undisturbed")
     publish(undisturbed, 1, alone(config, 1, corpus).block)
 
     code, _ = here.disturb(lambda process: os.killpg(process.pid, signal.SIGKILL))
@@ -169,7 +169,7 @@ def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(
 
     here.finish()
     assert steps_since_start()[0] > made
-    plain = Run(tmp_path / "plain")
+    plain = RunFolder(tmp_path / "plain")
     publish(plain, 1, alone(config, 1, corpus).block)
     assert sha256(here.run.weights(1)) == sha256(plain.weights(1))
     assert here.versions() == 1
@@ -248,8 +248,10 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(
     expected = [alone(config, index, corpus) for index in (1, 2)]
     expected.append(alone(config, 3, corpus, expected))
     expected.append(alone(config, REFERENCE, corpus))
-    publish(Run(tmp_path / "plain"), REFERENCE, expected[3].block)
-    assert sha256(here.run.weights(REFERENCE)) == sha256(Run(tmp_path / "plain").weights(REFERENCE))
+    publish(RunFolder(tmp_path / "plain"), REFERENCE, expected[3].block)
+    assert sha256(here.run.weights(REFERENCE)) == sha256(
+        RunFolder(tmp_path / "plain").weights(REFERENCE)
+    )
     model = load_model(here.run.folder, torch.device("cpu"))
     for block, plain in zip([*model.blocks, model.fusion], expected, strict=False):
         assert block is not None

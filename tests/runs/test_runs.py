@@ -1,4 +1,4 @@
-"""Run folders: written whole, checked when read, and what is said when they are not what they should be."""
+"""Run folders: written whole, checked when read, refused with a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blocktrain.errors import BlockTrainError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.protocol.events import EventLog, read_events
 from blocktrain.runs.folder import (
-    Run,
+    RunFolder,
     create_run,
     load_block,
     load_model,
@@ -68,8 +68,8 @@ def test_what_is_written_is_what_is_read(finished: Path) -> None:
 
 def test_equal_weights_are_equal_files(tmp_path: Path) -> None:
     for n in range(12):
-        publish(Run(tmp_path / str(n)), 1, MODEL.blocks[0])
-    assert len({Run(tmp_path / str(n)).weights(1).read_bytes() for n in range(12)}) == 1
+        publish(RunFolder(tmp_path / str(n)), 1, MODEL.blocks[0])
+    assert len({RunFolder(tmp_path / str(n)).weights(1).read_bytes() for n in range(12)}) == 1
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, folder: Path) -> None:
             load_model(path, CPU)
     path = folder / "config.toml"
     for change, sentence in (
-        ("", "does not say data, reference and fingerprint"),
+        ("", "lacks data, reference or fingerprint"),
         (path.read_text() + "colour = 1\ntaste = 2\n", "unknown setting 'colour', 'taste'; known"),
         (path.read_text().replace("blocks = ", "blocks = -"), "blocks: "),
         (path.read_text().replace("seed = 0", "seed = 5"), "was changed"),
@@ -162,23 +162,23 @@ def test_a_folder_that_is_no_run(tmp_path: Path, folder: Path) -> None:
 
 def test_a_block_of_another_shape_or_cut_short_is_refused(folder: Path) -> None:
     with pytest.raises(RunError, match=r"does not fit this model \(first difference: \S+\)"):
-        load_block(Run(folder), MODEL.config.replace(width=32), 1, CPU)
-    path = Run(folder).weights(1)
+        load_block(RunFolder(folder), MODEL.config.replace(width=32), 1, CPU)
+    path = RunFolder(folder).weights(1)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RunError, match="is damaged"):
-        load_block(Run(folder), MODEL.config, 1, CPU)
+        load_block(RunFolder(folder), MODEL.config, 1, CPU)
     path.unlink()
     with pytest.raises(RunError, match="cannot read"):
-        load_block(Run(folder), MODEL.config, 1, CPU)
+        load_block(RunFolder(folder), MODEL.config, 1, CPU)
 
 
 def test_a_folder_that_holds_something_is_left_untouched(tmp_path: Path, finished: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(RunError, match="already holds something; continue it with --resume"):
+    with pytest.raises(RunError, match="is not empty; continue it with --resume"):
         create_run(tmp_path, MODEL.config, "stdlib")
     assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
     before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
-    with pytest.raises(RunError, match="already holds something"):
+    with pytest.raises(RunError, match="is not empty"):
         create_run(finished, MODEL.config, "stdlib")
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 

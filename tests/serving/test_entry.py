@@ -23,7 +23,7 @@ from blocktrain.learning.compose import Model, in_pieces
 from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
 from blocktrain.learning.model import Cache, build_reference
 from blocktrain.learning.train import REFERENCE
-from blocktrain.runs.folder import Run, publish
+from blocktrain.runs.folder import RunFolder, publish
 from blocktrain.serving.entry import fan, route
 from blocktrain.serving.entry.cost import Pace
 from blocktrain.serving.entry.entry import Entry, Piece, Request, Stats
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     reference = build_reference(FUSE.config)
     for layer in reference.layers:
         torch.nn.init.normal_(layer.down.weight, std=0.1)  # type: ignore[union-attr,arg-type]
-    publish(Run(found["fuse"]), REFERENCE, reference)
+    publish(RunFolder(found["fuse"]), REFERENCE, reference)
     return found
 
 

@@ -22,7 +22,7 @@ from blocktrain.learning.model import Cache, IndependentBlock, build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Decoder, Frame, Header
-from blocktrain.runs.folder import Run, create_run, publish, seal
+from blocktrain.runs.folder import RunFolder, create_run, publish, seal
 from blocktrain.serving.holding import FanBlocks, Holding, Part
 from blocktrain.serving.line.lines import Access, StageLine
 from blocktrain.serving.stage.peer import Limits
@@ -64,7 +64,7 @@ def random_reference(config: Config) -> IndependentBlock:
 def run_folder(folder: Path, config: Config) -> Model:
     """A finished run with random weights, and its reference."""
     model = random_model(config)
-    run: Run = create_run(folder, config, "none")
+    run: RunFolder = create_run(folder, config, "none")
     for number, block in enumerate(
         [*model.blocks, *([model.fusion] if model.fusion else [])], start=1
     ):

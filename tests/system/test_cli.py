@@ -21,7 +21,7 @@ from blocktrain.cli.environment import newest_unfinished
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import build_block
 from blocktrain.learning.data import open_corpus
-from blocktrain.runs.folder import Run, open_run, publish
+from blocktrain.runs.folder import RunFolder, open_run, publish
 from conftest import train_model
 from support.command import blocktrain
 
@@ -204,10 +204,10 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
     corpus = open_corpus(str(text), None, tmp_path)
     blocks = train_model(config, corpus).select((1, 2, 3))
     for index, block in blocks.items():  # as the plain loop leaves them, never stopped
-        publish(Run(tmp_path / "whole"), index, block)
+        publish(RunFolder(tmp_path / "whole"), index, block)
         assert (
-            Run(tmp_path / "cut").weights(index).read_bytes()
-            == Run(tmp_path / "whole").weights(index).read_bytes()
+            RunFolder(tmp_path / "cut").weights(index).read_bytes()
+            == RunFolder(tmp_path / "whole").weights(index).read_bytes()
         )
 
 
@@ -290,7 +290,7 @@ BAD_INPUT = [
     (["train", "--data", "notes.txt", "--config", "missing.toml"], "cannot read the settings file"),
     (["train", "--data", "notes.txt", "--preset", "nonsense"], "known: paper"),
     (["train", "--data", "notes.txt", "--out", "empty.txt/run"], "cannot write the run folder"),
-    (["train", "--data", "notes.txt", "--out", "full"], "already holds something"),
+    (["train", "--data", "notes.txt", "--out", "full"], "is not empty"),
     (["train", "--data", "notes.txt", "--device", "cuda"], "no CUDA device"),
     (["train", "--data", "wikitext2"], "BLOCKTRAIN_DATA"),
     (["train", "--optimizer", "magic"], "optimizer: must be 'adamw' or 'muon' (got 'magic')"),
@@ -423,7 +423,7 @@ def test_a_resumed_run_trusts_its_own_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Blocks are written again from the ledger, figures survive a damaged log, and other text than at the beginning is refused."""
-    run = Run(Path(shutil.copytree(trained, tmp_path / "copy")))
+    run = RunFolder(Path(shutil.copytree(trained, tmp_path / "copy")))
     good = run.weights(1).read_bytes()
     publish(
         run, 1, build_block(open_run(run.folder).config, 1)
@@ -474,7 +474,7 @@ def test_only_what_is_unfinished_is_resumed(
     ("old", "new", "sentence"),
     [
         ('"heads": 2', '"heads": 4', "was changed"),
-        ('"data": "', '"date": "', "does not say what the model was trained on"),
+        ('"data": "', '"date": "', "lacks data, the corpus of the model"),
         ('"pool_weights": [', '"pool_weights": [NaN, ', "pool_weights must be"),
         ("{", "[" * 100_000, "is not JSON"),
         ('"pool_weights": [', '"pool_weights": [ 0.0, ', "pool_weights must be"),

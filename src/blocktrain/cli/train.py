@@ -28,7 +28,7 @@ from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
 
 if TYPE_CHECKING:
     from blocktrain.learning.compose import Model
-    from blocktrain.runs.folder import Opened
+    from blocktrain.runs.folder import RunSettings
 
 
 def train(
@@ -70,7 +70,7 @@ def train(
     _show_result(result, found.run.folder, page)
 
 
-def _train(found: Opened) -> tuple[dict[str, Any], Path]:
+def _train(found: RunSettings) -> tuple[dict[str, Any], Path]:
     """Train, evaluate and report, with progress bars."""
     from rich.markup import escape
 
@@ -112,7 +112,7 @@ class TrainFlags(NamedTuple):
     reference: bool
 
 
-def _begin(out: Path | None, flags: TrainFlags) -> Opened:
+def _begin(out: Path | None, flags: TrainFlags) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.data import absolute
     from blocktrain.learning.train import pick_device
@@ -134,7 +134,7 @@ def _begin(out: Path | None, flags: TrainFlags) -> Opened:
     return open_run(folder)
 
 
-def _resume(out: Path | None, flags: TrainFlags) -> Opened:
+def _resume(out: Path | None, flags: TrainFlags) -> RunSettings:
     """An unfinished run. It keeps its settings, but the reference may be added later."""
     from blocktrain.learning.data import absolute
     from blocktrain.runs.folder import open_run, want_reference

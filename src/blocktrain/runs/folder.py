@@ -1,14 +1,14 @@
-"""The run folder: what is in it, how it is read and written, and what is said when it is not what it should be.
+"""The run folder: what is in it, and how it is read, checked and written.
 
 RUN/
-  config.toml             settings with their fingerprint, the corpus, whether the reference is wanted
-  events.jsonl            what happened, a line each
-  coordinator/            ledger, versions and updates: all that `blocktrain audit` needs
-  state/                  optimizer and updates of unfinished blocks, weights and step of the unfinished reference
-  model/                  block-N.safetensors, config.json (settings, hashes, pool weights), README.md (model card)
-  reference/              the end-to-end model, if it was asked for
-  result.json             cross entropies, memory, seconds, sample
-  report.html             all of it to look at
+  config.toml     settings with their fingerprint, the corpus, whether the reference is wanted
+  events.jsonl    what happened, a line per event
+  coordinator/    ledger, versions and updates: all that `blocktrain audit` needs
+  state/          optimizer and updates of unfinished blocks, and the unfinished reference
+  model/          block-N.safetensors, config.json (settings, hashes, pool weights), README.md
+  reference/      the end-to-end model, if it was asked for
+  result.json     cross entropies, memory, seconds, sample
+  report.html     all of it to look at
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FORMAT = "blocktrain-model-2"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """Paths of one run folder."""
 
     folder: Path
@@ -52,7 +52,7 @@ class Run:
         return self.folder / "events.jsonl"
 
     def state(self, index: int) -> Path:
-        """Unfinished state of a block or of the reference."""
+        """Saved training state of a block or of the reference."""
         return self.folder / "state" / f"{block_name(index)}.safetensors"
 
     def weights(self, index: int) -> Path:
@@ -65,64 +65,69 @@ class Run:
 
 
 def block_name(index: int) -> str:
-    """How a block is called in files and on screens."""
+    """The name of a block in files and on screens."""
     return "reference" if index == REFERENCE else f"block-{index}"
 
 
-class Opened(NamedTuple):
-    """What config.toml of a run folder says."""
+class RunSettings(NamedTuple):
+    """The content of a run folder's config.toml."""
 
-    run: Run
+    run: RunFolder
     config: Config
     data: str
     reference: bool
 
 
-def create_run(folder: Path, config: Config, data: str, *, reference: bool = False) -> Run:
-    """A new run folder; refuses one that already holds something."""
-    run = Run(folder)
+def create_run(folder: Path, config: Config, data: str, *, reference: bool = False) -> RunFolder:
+    """A new run folder; an existing folder must be empty."""
+    run = RunFolder(folder)
     try:
         content = _settings(config, data, reference)
     except UnicodeEncodeError:
         raise RunError(
-            f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written down; rename it"
+            f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written; rename it"
         ) from None
     try:
         if folder.exists() and any(folder.iterdir()):
             raise RunError(
-                f"{folder} already holds something; continue it with --resume, or name another folder with --out"
+                f"{folder} is not empty; continue it with --resume, "
+                "or name another folder with --out"
             )
         for path in (folder, run.model, folder / "state"):
             path.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "config.toml", content)
     except OSError as error:
         raise RunError(
-            f"cannot write the run folder {folder}: {error.strerror or error}; name another one with --out"
+            f"cannot write the run folder {folder}: {error.strerror or error}; "
+            "name another one with --out"
         ) from None
     return run
 
 
 def _settings(config: Config, data: str, reference: bool) -> bytes:
-    told = {"data": data, "reference": reference, "fingerprint": config.fingerprint}
-    return tomli_w.dumps({**told, **config.model_dump()}).encode()
+    about = {"data": data, "reference": reference, "fingerprint": config.fingerprint}
+    return tomli_w.dumps({**about, **config.model_dump()}).encode()
 
 
-def open_run(folder: Path) -> Opened:
-    """An existing run folder; its settings must be those that it was made with."""
+def open_run(folder: Path) -> RunSettings:
+    """The settings of an existing run folder; they must have the fingerprint of its creation."""
     path = folder / "config.toml"
     if not path.is_file():
         raise RunError(
-            f"{folder} is not a run folder (it has no config.toml); begin a run without --resume, in a new folder"
+            f"{folder} is not a run folder (it has no config.toml); "
+            "start a run without --resume, in a new folder"
         )
-    settings, told = read_settings(path)
-    data, reference, fingerprint = (told.get(name) for name in ("data", "reference", "fingerprint"))
+    settings, about = read_settings(path)
+    data, reference, fingerprint = (
+        about.get(name) for name in ("data", "reference", "fingerprint")
+    )
     if (
         not isinstance(data, str)
         or not isinstance(reference, bool)
         or not isinstance(fingerprint, str)
     ):
         raise RunError(
-            f"{path} is damaged or no run's: it does not say data, reference and fingerprint"
+            f"{path} is damaged, or not of a run: it lacks data, reference or fingerprint"
         )
     try:
         config = make_config(settings)
@@ -130,29 +135,31 @@ def open_run(folder: Path) -> Opened:
         raise RunError(f"{path} is damaged, or of another version of blocktrain: {error}") from None
     if config.fingerprint != fingerprint:
         raise RunError(
-            f"{path} was changed, or is of another version of blocktrain: start a new run with --config"
+            f"{path} was changed, or is of another version of blocktrain: "
+            "start a new run with --config"
         )
-    return Opened(Run(folder), config, data, reference)
+    return RunSettings(RunFolder(folder), config, data, reference)
 
 
-def want_reference(opened: Opened) -> Opened:
-    """Let the run remember that the end-to-end model is wanted too, however often it is resumed."""
+def want_reference(opened: RunSettings) -> RunSettings:
+    """Write down that the end-to-end model is wanted too, for this and all later resumes."""
     write_atomic(opened.run.folder / "config.toml", _settings(opened.config, opened.data, True))
     return opened._replace(reference=True)
 
 
-def publish(run: Run, index: int, block: Block) -> None:
+def publish(run: RunFolder, index: int, block: Block) -> None:
     """Write a finished block's weights."""
     target = run.weights(index)
     target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in block.state_dict().items()}
-    # One entry: safetensors writes several in random order, and equal weights must be equal files.
+    # One entry only: safetensors writes several in random order, and equal weights must give
+    # equal files.
     write_atomic(
         target, safetensors.torch.save(tensors, {"format": f"{FORMAT} {block_name(index)}"})
     )
 
 
-def load_block(run: Run, config: Config, index: int, device: torch.device) -> Block:
+def load_block(run: RunFolder, config: Config, index: int, device: torch.device) -> Block:
     """Published weights of one block (or the reference) as a module."""
     block = build_reference(config) if index == REFERENCE else build_block(config, index)
     tensors, _ = read_tensors(run.weights(index))
@@ -161,7 +168,7 @@ def load_block(run: Run, config: Config, index: int, device: torch.device) -> Bl
 
 
 def load_independent(
-    run: Run, config: Config, index: int, device: torch.device
+    run: RunFolder, config: Config, index: int, device: torch.device
 ) -> IndependentBlock:
     """The same for a block that reads only tokens, or the reference."""
     block = load_block(run, config, index, device)
@@ -170,8 +177,8 @@ def load_independent(
     return block
 
 
-def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
-    """Write model/config.json, last: with it the model is complete, and every file is named by its hash."""
+def seal(run: RunFolder, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
+    """Write model/config.json, which makes the model complete: it has the hash of every file."""
     files = {f.name: file_sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
     reference = run.weights(REFERENCE)
     content = {
@@ -187,14 +194,13 @@ def seal(run: Run, config: Config, data: str, pool_weights: torch.Tensor | None)
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Of all that a manifest says; so a change is noticed that would only make it another model."""
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    """Detects a change that would still be a valid model, but another one."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def write_model_card(run: Run, config: Config, result: dict[str, Any]) -> None:
-    """model/README.md: what this model is, what it was trained on, how good it is, what it is not for."""
+def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> None:
+    """model/README.md: what the model is, what it was trained on, how good it is, its limits."""
     rows = "\n".join(
         f"| {name} | {value:.4f} | {value / math.log(2):.4f} |"
         for name, value in result["valid_ce"].items()
@@ -203,10 +209,11 @@ def write_model_card(run: Run, config: Config, result: dict[str, Any]) -> None:
     text = "\n".join("    " + line for line in (sample["prompt"] + sample["text"]).splitlines())
     card = f"""# A BlockTrain model
 
-{config.blocks} blocks of {config.layers_per_block} layers, width {config.width}, context {config.context} bytes,
-composed by `{config.compose}` (objective `{config.objective}`). Byte-level: no tokenizer.
-Trained for {config.steps} steps a block on `{corpus["name"]}`
-({corpus["train_bytes"]:,} bytes), seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
+{config.blocks} blocks of {config.layers_per_block} layers, width {config.width}, context
+{config.context} tokens, tokenizer `{config.tokenizer}`, composed by `{config.compose}` (objective
+`{config.objective}`). Trained for {config.steps} steps a block on `{corpus["name"]}`
+({corpus["train_bytes"]:,} bytes), seed {config.seed}. Fingerprint of the settings:
+`{config.fingerprint}`.
 
 Cross entropy on the valid split ({corpus["valid_bytes"]:,} bytes):
 
@@ -214,10 +221,11 @@ Cross entropy on the valid split ({corpus["valid_bytes"]:,} bytes):
 |---|---|---|
 {rows}
 
-`block-N.safetensors` hold the weights, `config.json` the settings, the pool weights and the sha256 of every file.
-Use it with `blocktrain evaluate RUN` and `blocktrain generate RUN --prompt ...`, RUN being the folder above this one.
+`block-N.safetensors` hold the weights, `config.json` the settings, the pool weights and the sha256
+of every file. Use it with `blocktrain evaluate RUN` and `blocktrain generate RUN --prompt ...`,
+where RUN is the folder above this one.
 
-A small model trained on little text: it writes in the manner of its corpus and knows no facts.
+This is a small model trained on little text: it imitates its corpus and knows no facts.
 Sample at temperature {sample["temperature"]}:
 
 {text}
@@ -237,10 +245,10 @@ def load_model(folder: Path, device: torch.device) -> Model:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What model/config.json of a finished run says."""
+class ModelManifest:
+    """The content of a finished run's model/config.json."""
 
-    run: Run
+    run: RunFolder
     config: Config
     data: str
     files: dict[str, str]
@@ -250,15 +258,14 @@ class Manifest:
 
     @property
     def model_hash(self) -> str:
-        """One hash over all weights: equal exactly where every file is."""
-        return hashlib.sha256(
-            json.dumps(self.files, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()
+        """One hash over all weights: equal if and only if every file is equal."""
+        canonical = json.dumps(self.files, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ModelManifest:
     """The settings and hashes of a finished model."""
-    run = Run(folder)
+    run = RunFolder(folder)
     path = run.model / "config.json"
     if not path.is_file():
         reason = (
@@ -283,33 +290,35 @@ def read_manifest(folder: Path) -> Manifest:
     weights, data = content.get("pool_weights"), content.get("data")
     if content.get("fingerprint") != config.fingerprint:
         raise RunError(
-            f"{path} was changed, or is of another version of blocktrain: its settings are not those of its fingerprint"
+            f"{path} was changed, or is of another version of blocktrain: "
+            "its settings do not have its fingerprint"
         )
     if not isinstance(data, str) or not data:
-        raise RunError(f"{path} is damaged: it does not say what the model was trained on")
+        raise RunError(f"{path} is damaged: it lacks data, the corpus of the model")
     if weights is not None and not (
         isinstance(weights, list)
         and len(weights) == config.independent
         and all(type(w) is float and math.isfinite(w) for w in weights)
     ):
         raise RunError(
-            f"{path} is damaged: pool_weights must be a number for each of {config.independent} blocks"
+            f"{path} is damaged: pool_weights must be one number for each of "
+            f"{config.independent} blocks"
         )
     reference = content.get("reference")
     if reference is not None and not isinstance(reference, str):
         raise RunError(
             f"{path} is damaged: reference must be the hash of the end-to-end model, or null"
         )
-    said = content.pop("sha256", None)  # an early version wrote none
-    if said is not None and said != _digest(content):
+    digest = content.pop("sha256", None)  # an early version wrote none
+    if digest is not None and digest != _digest(content):
         raise RunError(f"{path} was changed; restore it, or train again")
-    return Manifest(run, config, data, content["files"], weights, reference)
+    return ModelManifest(run, config, data, content["files"], weights, reference)
 
 
 def load_blocks(
-    manifest: Manifest, numbers: Iterable[int], device: torch.device
+    manifest: ModelManifest, numbers: Iterable[int], device: torch.device
 ) -> dict[int, Block]:
-    """Some blocks of a finished model, by number; their files are checked against the hashes before any is read."""
+    """Some blocks of a finished model, by number. All files are checked before any is read."""
     numbers = list(numbers)
     for number in numbers:
         _check(manifest, number)
@@ -317,22 +326,22 @@ def load_blocks(
 
 
 def load_independents(
-    manifest: Manifest, numbers: Iterable[int], device: torch.device
+    manifest: ModelManifest, numbers: Iterable[int], device: torch.device
 ) -> dict[int, IndependentBlock]:
     """The same for blocks that read only tokens."""
     blocks = load_blocks(manifest, numbers, device)
     return {n: block for n, block in blocks.items() if isinstance(block, IndependentBlock)}
 
 
-def load_reference(manifest: Manifest, device: torch.device) -> IndependentBlock | None:
-    """The end-to-end model that was trained beside a finished model, checked like its blocks; None where there is none."""
+def load_reference(manifest: ModelManifest, device: torch.device) -> IndependentBlock | None:
+    """The end-to-end model of a finished run, checked like its blocks; None if it has none."""
     if manifest.reference is None:
         return None
     _check(manifest, REFERENCE)
     return load_independent(manifest.run, manifest.config, REFERENCE, device)
 
 
-def _check(manifest: Manifest, number: int) -> None:
+def _check(manifest: ModelManifest, number: int) -> None:
     path = manifest.run.weights(number)
     if not path.is_file():
         raise RunError(f"{path} is missing; restore it or train again")
@@ -340,7 +349,8 @@ def _check(manifest: Manifest, number: int) -> None:
         manifest.reference if number == REFERENCE else manifest.files.get(path.name)
     ):
         raise RunError(
-            f"{path} is damaged or foreign: its hash is not the one in {manifest.run.model / 'config.json'}"
+            f"{path} is damaged or foreign: its hash is not the one in "
+            f"{manifest.run.model / 'config.json'}"
         )
 
 
@@ -350,7 +360,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a sentence."""
+    """A JSON object from a file; RunError says what is wrong with it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,7 +17,7 @@ from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.messages import Blob, BlockVersion, Manifest
 from blocktrain.protocol.tensors import unpack
-from blocktrain.runs.folder import Run, create_run, publish
+from blocktrain.runs.folder import RunFolder, create_run, publish
 from blocktrain.runs.results import fit_and_seal
 from blocktrain.web.client import Calls, fetch
 from blocktrain.worker.task import read_blocks
@@ -94,7 +94,10 @@ def _version(body: dict[str, Any]) -> BlockVersion:
 
 
 def compose_run(
-    run: Run, config: Config, versions: Iterable[BlockVersion], weights: Callable[[Blob], bytes]
+    run: RunFolder,
+    config: Config,
+    versions: Iterable[BlockVersion],
+    weights: Callable[[Blob], bytes],
 ) -> None:
     """Write the weights of every block into a run folder; what a fusion block copies from the others is made again here."""
     blocks = read_blocks(config, versions, lambda blob: unpack(weights(blob)))

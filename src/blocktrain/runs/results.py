@@ -25,7 +25,7 @@ from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_devic
 from blocktrain.processes import Channel
 from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import (
-    Run,
+    RunFolder,
     block_name,
     load_block,
     load_independent,
@@ -47,7 +47,7 @@ SAMPLE_BYTES = 400
 class Plan:
     """One run to be trained here: its folder, settings, corpus, and whether the reference is wanted too."""
 
-    run: Run
+    run: RunFolder
     config: Config
     source: Source
     reference: bool = False
@@ -117,7 +117,7 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def fit_and_seal(
-    run: Run, config: Config, data: str, calibration: Ids, device: torch.device | None = None
+    run: RunFolder, config: Config, data: str, calibration: Ids, device: torch.device | None = None
 ) -> None:
     """Fit the pool where blocks predict without noise, and declare the model of a run folder complete."""
     weights = None
@@ -195,7 +195,7 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     }
 
 
-def _work_done(run: Run) -> dict[int, list[tuple[float, float]]]:
+def _work_done(run: RunFolder) -> dict[int, list[tuple[float, float]]]:
     """By block, the seconds and the peak memory of all that was trained of it, however often the run was stopped."""
     found: dict[int, list[tuple[float, float]]] = {}
     for event in read_events(run.events):

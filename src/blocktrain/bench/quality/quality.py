@@ -25,7 +25,7 @@ from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
 from blocktrain.processes import Channel, Job
 from blocktrain.runs.folder import (
-    Run,
+    RunFolder,
     block_name,
     load_block,
     load_independent,
@@ -91,9 +91,9 @@ class Setup:
             )
         return self.base.replace(**VARIANTS[variant])
 
-    def run(self, variant: str) -> Run:
+    def run(self, variant: str) -> RunFolder:
         """Where a variant's weights are."""
-        return Run(self.folder / variant)
+        return RunFolder(self.folder / variant)
 
     def result(self, job: str) -> Path:
         """Where a job leaves its numbers."""
@@ -183,7 +183,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             and 0 < index <= config.independent
             and is_published(step, config.steps)
         ):
-            publish(Run(run.folder / f"version-{step}"), index, trainer.block)
+            publish(RunFolder(run.folder / f"version-{step}"), index, trainer.block)
         if variant == "beside" and reads and version != version_beside(step, config.steps):
             version = version_beside(step, config.steps)
             trainer.read([_version(setup, config, n, version) for n in range(1, reads + 1)])
@@ -218,7 +218,7 @@ def version_beside(step: int, steps: int) -> int:
 
 
 def _version(setup: Setup, config: Config, index: int, step: int) -> IndependentBlock:
-    path = Run(setup.run("fuse").folder / f"version-{step}").weights(index)
+    path = RunFolder(setup.run("fuse").folder / f"version-{step}").weights(index)
     block = build_independent(config, index)
     load_weights(block, read_tensors(path)[0], path)
     return block

@@ -16,7 +16,7 @@ from blocktrain.learning.model import Block, IndependentBlock
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
-from blocktrain.runs.folder import Run, load_block, publish, read_json, write_json
+from blocktrain.runs.folder import RunFolder, load_block, publish, read_json, write_json
 
 GRID = (5e-4, 1e-3, 2e-3, 3.5e-3, 6e-3)
 SETTINGS = {
@@ -70,8 +70,8 @@ def _path(folder: Path, kind: str, rate: float) -> Path:
 
 
 def _read_block(channel: Channel, folder: Path, config: Config, source: Source, index: int) -> None:
-    if not Run(folder).weights(index).exists():
-        publish(Run(folder), index, _train(channel, Trainer(config, index), source))
+    if not RunFolder(folder).weights(index).exists():
+        publish(RunFolder(folder), index, _train(channel, Trainer(config, index), source))
 
 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
@@ -99,7 +99,8 @@ def _try(
     if kind == "fusion":
         device = torch.device("cpu")
         blocks = {
-            n: load_block(Run(folder), config, n, device) for n in range(1, base.independent + 1)
+            n: load_block(RunFolder(folder), config, n, device)
+            for n in range(1, base.independent + 1)
         }
     block = _train(channel, Trainer(config, index, independent(blocks)), source)
     calibration = source.open().encode(tokenizer_of(config)).calibration

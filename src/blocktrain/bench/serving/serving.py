@@ -46,7 +46,7 @@ from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.train import REFERENCE, one_thread
-from blocktrain.runs.folder import Manifest, file_sha256, load_independent, read_manifest
+from blocktrain.runs.folder import ModelManifest, file_sha256, load_independent, read_manifest
 from blocktrain.serving.entry.drafting import Drafter, Lean
 from blocktrain.serving.entry.entry import Entry, Request
 from blocktrain.serving.entry.fan import Home
@@ -105,7 +105,7 @@ class Subject:
 
     options: ServingOptions
     run: Path
-    manifest: Manifest = field(init=False)
+    manifest: ModelManifest = field(init=False)
 
     def __post_init__(self) -> None:
         self.manifest = read_manifest(self.run)

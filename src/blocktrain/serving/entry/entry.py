@@ -22,7 +22,7 @@ from blocktrain.learning.model import Block, FanReadout, IndependentBlock
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.frames import Wire
 from blocktrain.runs.folder import (
-    Manifest,
+    ModelManifest,
     file_sha256,
     load_blocks,
     load_independent,
@@ -132,7 +132,7 @@ class Entry:
         reference: bool = False,
         threads: int = 1,
     ) -> None:
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest: ModelManifest = read_manifest(folder)
         self.config, self.reference, self.wire = self.manifest.config, reference, wire
         self.fan = self.config.traits.topology == "fan" and not reference
         if reference and not self.manifest.run.weights(REFERENCE).is_file():
