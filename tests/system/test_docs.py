@@ -101,7 +101,8 @@ def shrunk(words: list[str]) -> list[str]:
     words = ["my-notes.txt" if word == "stdlib" else word for word in words]
     if words[0] == "train" and not {"--help", "--resume"} & set(words):
         kept = [w for i, w in enumerate(words) if "--steps" not in (w, words[i - 1])]
-        return [*kept, *TINY, *([] if "--data" in kept else ["--data", "my-notes.txt"])]
+        data = [] if "--data" in kept else ["--data", "my-notes.txt"]
+        return [*kept, *TINY, "--blocks", "2", *data]  # a process for each block
     if words[0] == "bench":
         return [*words, *SHORT_BENCHES[words[1]]]
     return [*words, "--max-tokens", "8"] if words[0] == "generate" else words
