@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from pydantic import BaseModel
@@ -66,9 +68,16 @@ def commands() -> str:
 
 
 def settings() -> str:
-    from blocktrain.config import PRESETS, Config
+    from blocktrain.config import PRESETS, TOKENIZERS, TRAITS, Config
     from blocktrain.coordinator.policy import Policy
+    from blocktrain.protocol.compression import METHODS
 
+    # Tables of the program, to which a class can be added.
+    tables: Mapping[str, Iterable[str]] = {
+        "compose": TRAITS,
+        "tokenizer": TOKENIZERS,
+        "compression": METHODS,
+    }
     presets = "\n".join(
         f"- `{name}`: " + ", ".join(f"`{key} = {toml(value)}`" for key, value in values.items())
         for name, values in PRESETS.items()
@@ -84,13 +93,13 @@ A value out of range is refused before anything starts.
 Of `train` and `coordinator`. The file may also hold `data` (a corpus) and `reference` (true or
 false).
 
-{table(Config)}
+{table(Config, tables)}
 
 ## Coordination
 
 Of `coordinator`. In the file they are in the table `[coordination]`.
 
-{table(Policy)}
+{table(Policy, tables)}
 
 ## Presets
 
@@ -98,11 +107,12 @@ Of `coordinator`. In the file they are in the table `[coordination]`.
 """
 
 
-def table(model: type[BaseModel]) -> str:
+def table(model: type[BaseModel], tables: Mapping[str, Iterable[str]]) -> str:
     rows = ["| setting | default | allowed | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        meaning = (field.description or "").replace("|", "\\|")
-        rows.append(f"| `{name}` | {default(field)} | {allowed(field)} | {meaning} |")
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        names = ", ".join(f"`{choice}`" for choice in tables.get(name, ()))
+        rows.append(f"| `{name}` | {default(field)} | {names or allowed(field)} | {meaning} |")
     return "\n".join(rows)
 
 
