@@ -1,19 +1,21 @@
-"""Every error a user can meet, as one tree:
+"""Every error that a user can meet. Its message is one sentence that names the fix.
 
-BlockTrainError            the message is one sentence that names the fix; `cli` prints it and exits 2
-├── ConfigError            a setting, alone or together with another, makes no sense
-├── CorpusError            the text to train on is missing, empty or too short
-├── RunError               a run folder is missing, foreign, damaged, or cannot be written
-├── StorageFailed          a write was not made durable; fatal: acknowledge nothing, exit, recover at the next start
-├── Conflict               the stored state does not allow this change (fence, double, gap); nothing was changed
-├── Damaged                stored bytes are not those that their name or chain promises
-├── IdentityError          a key file is missing, damaged, readable by others, or cannot be written
-├── Unreachable            nobody answered at the other end of a line, or not in this protocol; try again later
-├── Refused                a coordinator's typed no, with a stable code (protocol/refusals.py)
-├── FrameError             bytes between stages that are refused, with a stable code (protocol/frames.py)
-├── StageLost              a stage is gone, or silent although something was due (serving/connection.py)
-├── StageRefused           a stage's typed no, with a stable code (serving/connection.py)
-└── Interrupted            the user stopped the work; everything up to the last checkpoint is saved
+`cli` prints the sentence and exits with code 2.
+
+BlockTrainError
+├── ConfigError      a setting is wrong, alone or together with another
+├── CorpusError      the text to train on is missing, empty or too short
+├── RunError         a run folder is missing, damaged, of another kind, or cannot be written
+├── StorageFailed    a write is not durable: acknowledge nothing, exit, recover at the next start
+├── Conflict         the stored state does not allow this change; nothing was changed
+├── Damaged          stored bytes do not match their hash or the chain of the ledger
+├── IdentityError    a key file is missing, damaged, readable by others, or cannot be written
+├── Unreachable      nobody answers, or not in this protocol; try again later
+├── Interrupted      the user stopped the work; everything up to the last checkpoint is saved
+├── Refused          a coordinator's refusal, with a stable code (protocol/refusals.py)
+├── FrameError       a frame between stages is invalid, with a stable code (protocol/frames.py)
+├── StageLost        a stage is gone or does not answer in time (serving/line)
+└── StageRefused     a stage's refusal, with a stable code (serving/line)
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ import errno
 
 
 class BlockTrainError(Exception):
-    """Base of all errors that are answered with a sentence instead of a traceback."""
+    """Base of all errors that print a sentence instead of a traceback."""
 
 
 class ConfigError(BlockTrainError):
-    """A setting, alone or together with another, makes no sense."""
+    """A setting is wrong, alone or together with another."""
 
 
 class CorpusError(BlockTrainError):
@@ -34,19 +36,19 @@ class CorpusError(BlockTrainError):
 
 
 class RunError(BlockTrainError):
-    """A run folder is missing, foreign, damaged, or cannot be written."""
+    """A run folder is missing, damaged, of another kind, or cannot be written."""
 
 
 class StorageFailed(BlockTrainError):
-    """A write was not made durable. Fatal: acknowledge nothing, exit, recover at the next start."""
+    """A write is not durable. Fatal: acknowledge nothing, exit, recover at the next start."""
 
 
 class Conflict(BlockTrainError):
-    """The stored state does not allow this change (fence, double, gap); nothing was changed."""
+    """The stored state does not allow this change (fence, duplicate, gap); nothing was changed."""
 
 
 class Damaged(BlockTrainError):
-    """Stored bytes are not those that their name or chain promises."""
+    """Stored bytes do not match their hash or the chain of the ledger."""
 
 
 class IdentityError(BlockTrainError):
@@ -54,7 +56,7 @@ class IdentityError(BlockTrainError):
 
 
 class Unreachable(BlockTrainError):
-    """Nobody answered at the other end of a line, or not in this protocol; try again later."""
+    """Nobody answers, or not in this protocol; try again later."""
 
 
 class Interrupted(BlockTrainError):
@@ -65,19 +67,19 @@ OUT_OF_MEMORY = "out of memory; use a smaller --batch, --width or --context"
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory was wanting; torch says so by a RuntimeError."""
+    """Whether memory ran out; torch raises a RuntimeError then."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "memory" in str(error)
     )
 
 
-def broken(error: OSError) -> str:
-    """What the system refused, as one sentence; what was saved before stays."""
+def explain_os_error(error: OSError) -> str:
+    """An error of the system as one sentence, with the fix where there is a known one."""
     fix = {
-        errno.ENOSPC: "free some room and call it again",
-        errno.EDQUOT: "free some room and call it again",
+        errno.ENOSPC: "free some space and run it again",
+        errno.EDQUOT: "free some space and run it again",
         errno.EROFS: "choose a folder that can be written",
-        errno.EACCES: "choose a folder that may be used",
+        errno.EACCES: "choose a folder that you may use",
     }
     where = f" ({error.filename})" if error.filename else ""
     advice = f"; {fix[error.errno]}" if error.errno in fix else ""

@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a machine that loses power, sees the old content or the new, never half of one."""
+"""Atomic writes: after a crash or a power loss a file has its old content or its new, whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own, some waiting for others, as many at a time as there are slots."""
+"""Runs jobs in processes of their own: some after others, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from blocktrain.errors import (
     BlockTrainError,
     Interrupted,
     RunError,
-    broken,
+    explain_os_error,
     out_of_memory,
 )
 
@@ -30,38 +30,34 @@ STOP_SECONDS = 60
 
 
 class Channel:
-    """A job's line to the process that started it."""
+    """How a job talks to the process that started it."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._parent, self._told = (
-            connection,
-            multiprocessing.parent_process(),
-            False,
-        )
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches the whole group; the parent decides
+        self._connection = connection
+        self._parent = multiprocessing.parent_process()
+        self._stopping = False
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: object) -> None:
-        self._told = True
+        self._stopping = True
 
     @property
     def stopped(self) -> bool:
-        """Whether to save and end now: told to, or the parent is gone."""
-        return self._told or self._parent is None or not self._parent.is_alive()
+        """Whether to save and end now: the parent asked for it, or is gone."""
+        return self._stopping or self._parent is None or not self._parent.is_alive()
 
     def send(self, **fields: Any) -> None:
-        """Tell the parent something; one that is gone is noticed by `stopped`."""
+        """Send the parent a message. If it is gone, `stopped` becomes true."""
         try:
             self._connection.send(fields)
         except (BrokenPipeError, ConnectionResetError):
-            self._told = True
+            self._stopping = True
 
 
 @dataclass(frozen=True)
 class Job:
-    """`work(channel, *arguments)` in a process of its own, after the named jobs have ended well."""
+    """`work(channel, *arguments)` in a process of its own, after the named jobs have succeeded."""
 
     name: str
     work: Callable[..., None]
@@ -89,21 +85,24 @@ def run_jobs(
     on_message: Callable[[str, dict[str, Any]], None],
     again: str = "continue with --resume",
 ) -> None:
-    """Run all jobs; the first that fails, or Ctrl-C, tells the others to save and end, then raises. `again` says how to go on."""
+    """Run all jobs. If one fails, or on Ctrl-C, the others save and end, and it raises.
+
+    `again` tells the user how to continue.
+    """
     table = _Table({job.name: job for job in jobs})
     context = multiprocessing.get_context("forkserver")
-    # Jobs are forked from a server that has imported what they need and done nothing else: no second import, no threads.
+    # A server forks the jobs: it has imported what they need and done nothing else. So no job
+    # imports again, and none inherits a thread.
     context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
     try:
         while table.waiting or table.running:
-            for job in [j for j in table.waiting.values() if table.done.issuperset(j.after)][
-                : slots - len(table.running)
-            ]:
+            ready = [job for job in table.waiting.values() if table.done.issuperset(job.after)]
+            for job in ready[: slots - len(table.running)]:
                 table.running[job.name] = _start(job, context)
                 del table.waiting[job.name]
             if not table.running:
                 raise RunError(
-                    f"jobs wait for something that never comes: {', '.join(table.waiting)}"
+                    f"these jobs wait for jobs that never run: {', '.join(table.waiting)}"
                 )
             _collect(table, on_message, again)
     except KeyboardInterrupt:
@@ -115,7 +114,7 @@ def run_jobs(
 
 
 def _start(job: Job, context: ForkServerContext) -> _Running:
-    """A process that is deaf to Ctrl-C, as the server it is forked from has been since its first instruction."""
+    """Start a job. Neither it nor the server that forks it ever reacts to Ctrl-C."""
     signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -131,7 +130,7 @@ def _start(job: Job, context: ForkServerContext) -> _Running:
 
 @contextmanager
 def _no_main() -> Iterator[None]:
-    """A process that is started here does not run the command's module again: half a second in every job, which needs nothing of it."""
+    """Keep a new process from importing the command's module, which costs it half a second."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -141,7 +140,7 @@ def _no_main() -> Iterator[None]:
 
 
 def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], again: str) -> None:
-    """Take what has been said, and bury who has ended."""
+    """Receive messages, and remove the jobs that have ended."""
     names = {running.connection: name for name, running in table.running.items()}
     for ready in wait(list(names), timeout=1.0):
         name = names[ready]  # type: ignore[index]
@@ -153,7 +152,7 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], a
             del table.running[name]
             if running.error or running.process.exitcode:
                 raise RunError(
-                    f"{name}: {running.error or _obituary(running.process.exitcode, again)}"
+                    f"{name}: {running.error or _exit_sentence(running.process.exitcode, again)}"
                 ) from None
             table.done.add(name)
             continue
@@ -163,16 +162,22 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], a
             on_message(name, message)
 
 
-def _obituary(code: int | None, again: str) -> str:
+def _exit_sentence(code: int | None, again: str) -> str:
     if code == -signal.SIGILL:  # seen on virtual machines that announce AMX and cannot run it
-        return "the processor refused an instruction; use --dtype float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        return (
+            "the processor refused an instruction; "
+            "use --dtype float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+        )
     if code == -signal.SIGKILL:
-        return f"the process was killed, perhaps for want of memory; what it had saved is kept: {again}"
-    return f"the process died with exit code {code}; what it had saved is kept: {again}"
+        return (
+            "the process was killed, perhaps because memory ran out; "
+            f"everything it saved is kept: {again}"
+        )
+    return f"the process ended with exit code {code}; everything it saved is kept: {again}"
 
 
 def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
-    """Ask all to save and end; kill who has not done so in time."""
+    """Ask all jobs to save and end; kill those that have not ended in time."""
     signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for running in table.running.values():
         running.process.terminate()
@@ -188,9 +193,7 @@ def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> No
                 except (EOFError, ConnectionResetError):
                     break
                 if "error" not in message:
-                    with suppress(
-                        OSError
-                    ):  # a log that cannot be written is told by what ended the jobs
+                    with suppress(OSError):  # a log that cannot be written: that ended the jobs
                         on_message(name, message)
             running.process.join(max(0.0, deadline - time.monotonic()))
     finally:
@@ -208,6 +211,6 @@ def _main(job: Job, connection: Connection) -> None:
     except BlockTrainError as error:
         channel.send(error=str(error))
     except OSError as error:
-        channel.send(error=f"{broken(error)}; what was saved before is kept")
+        channel.send(error=f"{explain_os_error(error)}; everything saved before is kept")
     except Exception as error:
         channel.send(error=OUT_OF_MEMORY if out_of_memory(error) else traceback.format_exc())

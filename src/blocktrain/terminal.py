@@ -1,4 +1,4 @@
-"""What long work looks like in a terminal: progress bars and tables on stderr, so that stdout stays clean for results."""
+"""Progress bars, tables and text for a terminal. Bars and tables go to stderr, results to stdout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ console = Console(stderr=True)
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[float], None]]:
-    """One bar, fed with the share that is done."""
+    """A progress bar; call what it gives with the share that is done."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -41,7 +41,7 @@ def bar(title: str) -> Iterator[Callable[[float], None]]:
 
 
 class StepBars:
-    """A bar per trainer with steps, loss and remaining time; bars appear when their trainer first reports."""
+    """A bar per trainer with steps, loss and remaining time, from its first report on."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -63,13 +63,12 @@ class StepBars:
         self._progress.stop()
 
     def update(self, name: str, step: int, loss: float) -> None:
-        """Show where a trainer is."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._steps, loss=loss)
         self._progress.update(self._tasks[name], completed=step, loss=loss)
 
     def warn(self, sentence: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self._progress.console.print(
             f"[yellow]{escape(sentence)}[/]", highlight=False, soft_wrap=True
         )
@@ -97,7 +96,7 @@ class JobBars:
         self._progress.stop()
 
     def update(self, name: str, message: dict[str, Any]) -> None:
-        """Show where a job is: steps and loss of a training, the share of anything else."""
+        """Steps and loss of a training, or the share of any other job."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=1.0, note="")
         share = message["share"] if "share" in message else message["step"] / message["steps"]
@@ -148,7 +147,7 @@ def warn(sentence: str) -> None:
 
 
 def perplexity(nats: float) -> float:
-    """Of a cross entropy; infinite where no float holds it, as after a training that ran away."""
+    """Of a cross entropy; infinite if it exceeds a float, as after a training that diverged."""
     return math.exp(nats) if nats < 700 else math.inf
 
 

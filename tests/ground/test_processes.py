@@ -157,7 +157,7 @@ def test_a_log_that_cannot_be_written_leaves_nobody_behind(monkeypatch: pytest.M
 
 
 def test_jobs_that_wait_for_nothing_real_are_refused() -> None:
-    with pytest.raises(RunError, match="never comes: a"):
+    with pytest.raises(RunError, match="never run: a"):
         heard([Job("a", say, ("",), after=("nobody",))], 1)
 
 
@@ -172,7 +172,8 @@ if __name__ == "__main__":
     from {module} import touch_then_wait_and_save
     folder = Path({folder!r})
     try:
-        run_jobs([Job("job", touch_then_wait_and_save, (folder / "ready", folder / "saved"))], 1, lambda _, m: print(m, flush=True))
+        job = Job("job", touch_then_wait_and_save, (folder / "ready", folder / "saved"))
+        run_jobs([job], 1, lambda _, m: print(m, flush=True))
     except Interrupted as error:
         sys.exit(str(error))
 """
@@ -213,6 +214,8 @@ def start(tmp_path: Path, phase: str) -> subprocess.Popen[str]:
     while not (tmp_path / "ready").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
+    if phase == "working":  # the parent knows its child
+        assert process.stdout and process.stdout.readline() == "{'ready': True}\n"
     return process
 
 

@@ -15,7 +15,7 @@ from blocktrain.errors import (
     OUT_OF_MEMORY,
     BlockTrainError,
     Interrupted,
-    broken,
+    explain_os_error,
     out_of_memory,
 )
 
@@ -81,7 +81,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        _fail(broken(error))
+        _fail(explain_os_error(error))
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
