@@ -97,7 +97,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def coordinator_process(folder: Path, before: str) -> Iterator[str]:
     """A coordinator in a process of its own that first does something to itself; its address."""
     begin(folder / "run").close()  # prepared: the process needs no torch
-    script = f"{before}\nfrom blocktrain.cli import main\nmain()"
+    script = f"{before}\nfrom blocktrain.cli.app import main\nmain()"
     arguments = ["coordinator", "--out", str(folder / "run"), "--listen", "127.0.0.1:0", "--json"]
     with (folder / "err").open("w") as errors:
         command = [sys.executable, "-c", script, *arguments]
@@ -663,7 +663,7 @@ def test_a_torch_that_does_not_load(here: str, tmp_path: Path) -> None:
     )
     said = command(tmp_path, here, PYTHONPATH=str(tmp_path / "broken"))
     assert said.returncode == 2 and said.stderr.endswith(
-        "blocktrain: a check failed; see above what fixes it\n"
+        "blocktrain: a check failed; the lines above say how to fix it\n"
     )
     assert re.search(
         r"^failed   torch        cannot be imported .*\n {22}install torch again",
