@@ -345,7 +345,7 @@ def _block_table(facts: _Facts) -> str:
 
 
 def _settings_table(config: Config) -> str:
-    values = config.model_dump()
+    values = {name: getattr(config, name) for name in Config.model_fields}  # defaults too
     rows = [
         (
             name,
