@@ -329,7 +329,7 @@ BAD_INPUT = [
     (["generate", "full", "--max-tokens", "3.9"], "--max-tokens: must be a whole number (got 3.9)"),
     (["generate", "full", "--temperature"], "--temperature needs a value"),
     (["evaluate"], "RUN is missing"),
-    (["evaluate", "full", "more"], "nothing takes more"),
+    (["evaluate", "full", "more"], "unexpected argument: more"),
     (["train", "--data", "notes.txt", "--config", "words.toml"], "reference must be true or false"),
     (["train", "--data", "notes.txt", "--config", "/dev/zero"], "no settings file"),
     (["train", "--data", "hollow"], "all its 1 text files are empty"),

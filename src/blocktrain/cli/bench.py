@@ -1,4 +1,4 @@
-"""The commands that measure. Parsing and printing only: the figures are made in `bench`."""
+"""Commands that measure: `blocktrain bench ...`. The figures are made in `bench`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def quality(
     settings: Varied = None,
     json_: Json = False,
 ) -> None:
-    """Cross entropy of the paper's composition, ours, single blocks and end to end, from one run, as a table and a plot.
+    """Cross entropy of the paper's composition, ours, single blocks and the end-to-end model.
 
-    Several seeds give means and spreads. An interrupted bench continues where it stopped when called again.
+    All from one run, as a table and a plot. Several seeds give means and spreads. An interrupted
+    bench continues where it stopped when called again.
 
     Parameters
     ----------
     scale
-        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: some 40 minutes a seed on 2 cores).
+        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200
+        steps: about 40 minutes a seed on 2 cores).
     data
         Corpus; by default wikitext2 at standard scale, stdlib at tiny.
     seed
@@ -38,7 +40,8 @@ def quality(
     out
         Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
     tune
-        Find the learning rates of reference, blocks and fusion on one grid instead, judged on the calibration slice.
+        Instead, find the learning rates of reference, blocks and fusion on one grid, by the loss
+        on the calibration slice.
     """
     from blocktrain.bench import commands
 
@@ -56,7 +59,10 @@ def quality(
 
 
 def memory(*, seed: int = 0, json_: Json = False) -> None:
-    """Bytes of optimizer, gradients and saved activations of one worker against the end-to-end trainer, for 2 to 16 blocks."""
+    """Memory of one worker against the end-to-end trainer, for 2 to 16 blocks.
+
+    Bytes of the optimizer, of the gradients and of the saved activations.
+    """
     from blocktrain.bench import commands
 
     commands.show(commands.memory(command_line(), seed), json_)
@@ -68,12 +74,14 @@ def step(
     seed: int = 0,
     json_: Json = False,
 ) -> None:
-    """Time of a worker's training step against a bare loop with the same layers, loss and optimizer, interleaved.
+    """Time of a worker's training step against a bare loop.
+
+    Both have the same layers, loss and optimizer; their steps are interleaved.
 
     Parameters
     ----------
     repeats
-        Steps of each kind; the ratio is the median over neighbouring pairs.
+        Steps of each kind; the ratio is the median over adjacent pairs.
     """
     from blocktrain.bench import commands
 
@@ -82,14 +90,14 @@ def step(
 
 @dataclass(frozen=True)
 class LinkFlags:
-    """Where the workers of a bench are."""
+    """The links to the workers of a bench."""
 
     hosts: Annotated[
         int, at_least(1), Parameter(help="Distant hosts, each behind a link of its own.")
     ] = 3
-    rtt_ms: Annotated[float, at_least(0), Parameter(help="Round trip of each link.")] = 80.0
+    rtt_ms: Annotated[float, at_least(0), Parameter(help="Round trip of each link in ms.")] = 80.0
     mbit: Annotated[
-        float, at_least(0), Parameter(help="Bandwidth of each link, in either direction.")
+        float, at_least(0), Parameter(help="Bandwidth of each link in Mbit/s, each way.")
     ] = 100.0
 
 
@@ -107,9 +115,10 @@ def transport(
     out: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """Runs over HTTP: replayed to the same hashes, by six workers, from distant hosts, with smaller updates, with outer steps.
+    """Runs over HTTP: by six workers, from distant hosts, with smaller updates, with outer steps.
 
-    An interrupted bench continues with the first run that is not done when called again.
+    One run is replayed to the same hashes. An interrupted bench continues with the first run that
+    is not done when called again.
 
     Parameters
     ----------
@@ -148,18 +157,21 @@ def coordinator(
     out: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """How many workers one coordinator bears: how long each call takes, errors, memory; then large transfers against raw TCP.
+    """How many workers one coordinator can serve: seconds of each call, errors, memory.
 
-    Simulated workers on loopback: a heartbeat every 10 s, a task about every minute, one in a hundred leaving and joining every 10 s.
+    The workers are simulated, on loopback: a heartbeat every 10 s, a task about every minute; every
+    10 s one in a hundred leaves and joins again. Then large transfers, compared with raw TCP.
 
     Parameters
     ----------
     workers
         How many at a time; they join over the time of a task.
     seconds
-        How long to measure with all of them; below 60 the rhythm is faster, so that all calls are made.
+        How long to measure with all of them; below 60 they call more often, so that every call is
+        made.
     megabytes
-        Size of the update that is uploaded and of the corpus that is downloaded, on loopback and over 200 Mbit with 80 ms.
+        Size of the update that is uploaded and of the corpus that is downloaded, on loopback and
+        over 200 Mbit/s with 80 ms.
     out
         Folder for JSON and plot; by default results/coordinator.
     """
@@ -176,37 +188,37 @@ def coordinator(
 
 @dataclass(frozen=True)
 class HostFlags:
-    """Where the hosts that serve are."""
+    """The hosts that serve, and the links between them."""
 
     hosts: Annotated[int, at_least(2), Parameter(help="Hosts, the entry's among them.")] = 3
-    rtt_ms: Annotated[str, Parameter(help="Round trips between hosts, one after another.")] = (
+    rtt_ms: Annotated[str, Parameter(help="Round trips between hosts in ms; each is measured.")] = (
         "1,20,80,150"
     )
     mbit: Annotated[
-        float, at_least(0), Parameter(help="Bandwidth of each host's line, in either direction.")
+        float, at_least(0), Parameter(help="Bandwidth of each host's link in Mbit/s, each way.")
     ] = 100.0
 
     def round_trips(self) -> tuple[float, ...]:
-        """In milliseconds."""
         try:
             found = tuple(float(part) for part in self.rtt_ms.split(","))
         except ValueError:
             found = ()
         if not found or min(found) < 0:
             raise ConfigError(
-                f"--rtt-ms {self.rtt_ms!r} is no list of milliseconds, for example 1,20,80,150"
+                f"--rtt-ms {self.rtt_ms!r} is not a list of milliseconds, for example 1,20,80,150"
             )
         return found
 
 
 @dataclass(frozen=True)
 class ShapeFlags:
-    """A model in its logical shape only."""
+    """Flags of `serving` for the logical shape of a large model."""
 
     shape: Annotated[
         str,
         Parameter(
-            help="Measure the logical shape of a model of so many parameters instead, for example 75.8B."
+            help="Instead, measure the logical shape of a model with this many parameters, "
+            "for example 75.8B."
         ),
     ] = ""
     tokens: Annotated[int, at_least(2), Parameter(help="Bytes of output of --shape.")] = 32
@@ -223,17 +235,19 @@ def serving(
     out: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """Text per second from several hosts, over lines of several lengths: every mode, the end-to-end model beside, as a table and a plot.
+    """Text per second from several hosts, over links of several delays, as a table and a plot.
 
-    Also: divergences of exact from autoregressive, software time of a hop, eight users at once, first byte of a long prompt.
-    With --shape: a large model's logical shape as a ring, one traversal for all bytes against one for each.
+    Every mode, and the end-to-end model. Also: where exact differs from autoregressive, the
+    software time of a hop, eight users at once, the first byte after a long prompt. With --shape:
+    the logical shape of a large model as a ring, one traversal for all bytes against one for each.
 
     Parameters
     ----------
     run
         The run to serve; without one, a model of the scale is trained first, once.
     scale
-        tiny (a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps: half an hour, training included).
+        tiny (a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200 steps:
+        half an hour, training included).
     data
         Corpus; by default that of the run, else wikitext2 at standard scale and stdlib at tiny.
     out
@@ -280,14 +294,16 @@ def failover(
     out: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """Kill stages, and black-hole their lines, in the middle of answers: how soon it is noticed, and whether the text is the same.
+    """Kill stages, or cut their links, in the middle of answers.
+
+    Measures how soon that is noticed, and whether the text stays the same.
 
     Parameters
     ----------
     kills
         Answers during which a stage is killed with signal 9.
     blackholes
-        Answers during which nothing passes a stage's line any more.
+        Answers during which a stage's link drops everything.
     run
         The run to serve; without one, a model of the scale is trained first, once.
     rtt_ms
@@ -313,7 +329,7 @@ def failover(
 
 
 def _corpus(run: Path | None, data: str | None) -> str | None:
-    """What is named, or what the run was trained on."""
+    """The corpus that is named, or the one that the run was trained on."""
     from blocktrain.runs.folder import read_manifest
 
     return read_manifest(run).data if data is None and run else data

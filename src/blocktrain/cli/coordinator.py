@@ -91,7 +91,7 @@ class CoordinatorFlags:
     ] = 65536
 
 
-class RunSettings(NamedTuple):
+class RunRequest(NamedTuple):
     """What the command line and the settings file say about the run."""
 
     config: Config
@@ -150,18 +150,18 @@ def coordinator(
 
 def _run_settings(
     config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]
-) -> RunSettings:
+) -> RunRequest:
     from_file, of_run = read_settings(config)
     corpus = str(of_run.get("data", "stdlib")) if data is None else data
     coordination = from_file.pop("coordination", {})
     if not isinstance(coordination, dict):
         raise ConfigError(f"{config}: [coordination] must be a table of settings")
-    return RunSettings(
+    return RunRequest(
         make_config({**from_file, **settings}), make_policy({**coordination, **policy}), corpus
     )
 
 
-def _require_same_run(running: Coordinator, wanted: RunSettings, folder: Path) -> None:
+def _require_same_run(running: Coordinator, wanted: RunRequest, folder: Path) -> None:
     if running.ready and (running.live.config, running.live.policy) != wanted[:2]:
         raise ConfigError(
             f"{folder} holds a run with other settings; "
@@ -230,7 +230,7 @@ def _announce(printed: Commands, json_: bool) -> None:
 def _serve(
     running: Coordinator,
     server: Server,
-    wanted: RunSettings,
+    wanted: RunRequest,
     flags: CoordinatorFlags,
     pull_command: str,
 ) -> None:
@@ -268,7 +268,7 @@ def _serve(
 
 
 def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:
-    """Make version 0 and the corpus in another process: it needs torch, the coordinator does not."""
+    """Make version 0 and the corpus in another process: only that one needs torch."""
     from blocktrain.runs.preparing import CorpusPlace, prepare_in_process
 
     with tempfile.TemporaryDirectory(

@@ -1,4 +1,4 @@
-"""Where things are on this machine, by the environment: corpora, the cache, run folders, cores; and how this process was called."""
+"""What the environment says: corpora, the cache, run folders, cores, and the command line."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ OPERATOR_TOKEN = "operator.token"  # in the folder of a coordinator
 
 
 def cache_folder() -> Path:
-    """For what can be fetched or made again."""
+    """For files that can be fetched or made again."""
     named = os.environ.get("BLOCKTRAIN_CACHE")
     return Path(named) if named else Path.home() / ".cache" / "blocktrain"
 
 
 def data_folder() -> Path | None:
-    """Where named corpora are, if anywhere."""
+    """Where named corpora are, if the user has them."""
     named = os.environ.get("BLOCKTRAIN_DATA")
     return Path(named) if named else None
 
 
 def source(data: str) -> Source:
-    """Where the corpus of a command is."""
+    """The corpus of a command, not opened yet."""
     from blocktrain.learning.data import Source
 
     return Source(data, data_folder(), cache_folder())
@@ -42,7 +42,7 @@ def cores() -> int:
 
 
 def command_line() -> str:
-    """What a figure was measured with."""
+    """This command, as a figure records it."""
     return shlex.join(["blocktrain", *sys.argv[1:]])
 
 
@@ -71,7 +71,7 @@ def is_pulled(run: Path) -> bool:
 
 
 def _finished(run: Path) -> bool:
-    """Whether `train` has nothing left to do in a run folder; one that cannot be read is no candidate either."""
+    """Whether `train` has nothing left to do in a run folder, or cannot read it."""
     if is_pulled(run):
         return True
     from blocktrain.runs.folder import open_run, read_json

@@ -1,4 +1,4 @@
-"""Settings as flags of commands: what is not given comes from a file, a preset or the defaults."""
+"""Flags that commands share, settings as flags, and sentences for a wrong command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from blocktrain.coordinator.policy import Policy
 
 
 def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> Any:
-    """A model with the same fields but some, each optional."""
+    """A model with the same fields, except `without`, each optional."""
     fields = {
         key: (
             Optional[field.annotation],  # noqa: UP045
@@ -90,10 +90,10 @@ def given(settings: Any) -> dict[str, Any]:
 
 
 def at_least(least: float, most: float = math.inf) -> Parameter:
-    """A number that must not be smaller than the one, nor larger than the other."""
+    """A number from `least` to `most`."""
 
     def check(_: object, value: float) -> None:
-        if not value >= least:  # also where it is no number
+        if not value >= least:  # NaN is refused, too
             raise ValueError(f"must be at least {least}")
         if value > most:
             raise ValueError(f"must be at most {most}")
@@ -102,7 +102,7 @@ def at_least(least: float, most: float = math.inf) -> Parameter:
 
 
 def _number(kind: type, tokens: Sequence[Word]) -> float:
-    """As it is written: 3.9 is no whole number, and is not made one."""
+    """The number as it is written: 3.9 is not rounded to a whole number."""
     try:
         return int(tokens[0].value) if kind is int else float(tokens[0].value)
     except ValueError:
@@ -110,21 +110,23 @@ def _number(kind: type, tokens: Sequence[Word]) -> float:
 
 
 def explain(error: CycloptsError) -> str:
-    """What is wrong with a command line, as one sentence."""
+    """What is wrong with a command line, in one sentence."""
     cause = error.__cause__
     if isinstance(cause, ValidationError):
         return sentence(cause)
     match error:
         case UnusedCliTokensError(unused_tokens=[*left]):
-            return f"nothing takes {shlex.join(left)}; see --help"
+            return f"unexpected argument: {shlex.join(left)}; see --help"
         case MissingArgumentError(keyword=str(name)):
             return f"{name} needs a value; see --help"
         case MissingArgumentError(argument=Argument() as missing):
-            return f"{missing.name.removeprefix('--').upper() if missing.index is not None else missing.name} is missing; see --help"
+            name = missing.name
+            shown = name if missing.index is None else name.removeprefix("--").upper()
+            return f"{shown} is missing; see --help"
         case WrongValue(
-            argument=Argument(tokens=[Word() as token, *_]), exception_message=str(said)
+            argument=Argument(tokens=[Word() as token, *_]), exception_message=str(problem)
         ):
-            return f"{token.keyword or token.value}: {said} (got {token.value})"
+            return f"{token.keyword or token.value}: {problem} (got {token.value})"
         case CoercionError(token=Word() as token) if isinstance(cause, ValueError):
             return f"{token.keyword or token.value}: {cause} (got {token.value})"
     return " ".join(str(error).split())

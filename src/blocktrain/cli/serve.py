@@ -1,4 +1,4 @@
-"""The commands that serve a trained run: `serve`, what users talk to, and `stage`, the hosts behind it. Parsing and printing only."""
+"""Commands that serve a trained run: `serve`, which users talk to, and the stages behind it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blocktrain.web.client import HttpClient
     from blocktrain.web.server import Where
 
-ASK_SECONDS = 5.0  # that a coordinator has to answer
+ASK_SECONDS = 5.0  # a coordinator has this long to answer
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ApiFlags:
     ] = "127.0.0.1:8480"
     api_keys: Annotated[
         Path | None,
-        Parameter(help="File with an API key a line; beyond this machine one is needed."),
+        Parameter(help="File with one API key a line; needed to listen beyond this machine."),
     ] = None
     open: Annotated[
         bool,
@@ -53,28 +53,28 @@ class ApiFlags:
         Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
     ] = None
     max_requests: Annotated[
-        int, at_least(1), Parameter(help="Requests that are answered at a time.")
+        int, at_least(1), Parameter(help="Requests that are answered at the same time.")
     ] = 8
     queue: Annotated[
         int,
         at_least(0),
-        Parameter(help="Requests that may wait; those beyond are told to come again (429)."),
+        Parameter(help="Requests that may wait; more are refused with 429, try again later."),
     ] = 32
 
     def parse(self) -> Where:
-        """Where to listen, refusing an address that strangers can reach unless there are keys."""
+        """Where to listen; an address that strangers can reach needs keys."""
         from blocktrain.web.server import Where
 
         host, port = parse_address(self.listen)
         if self.api_keys is None and not self.open and not is_loopback(host):
             raise ConfigError(
-                f"{host} can be reached from other machines: give --api-keys FILE (or --open to let anyone in)"
+                f"{host} can be reached from other machines: "
+                "give --api-keys FILE (or --open to let anyone in)"
             )
         certificate, key = self.tls or (None, None)
         return Where(host, port, certificate=certificate, key=key)
 
     def rules(self, model: str, defaults: Defaults) -> Rules:
-        """What is served to whom."""
         from blocktrain.serving.gate import Keys, read_keys
         from blocktrain.serving.openai_api import Rules
 
@@ -84,13 +84,14 @@ class ApiFlags:
 
 @dataclass(frozen=True)
 class AnswerFlags:
-    """How `serve` writes what does not say how."""
+    """How `serve` answers requests that do not say how."""
 
     mode: Annotated[
         Literal["exact", "sweep", "autoregressive"] | None,
         Parameter(
-            help="exact: drafted here, checked by all blocks; the same bytes as autoregressive, which asks all hosts for each byte. "
-            "sweep: the whole text at once. By default exact, or autoregressive for models that cannot be checked in one sweep."
+            help="exact: drafted here, checked by all blocks; the same bytes as autoregressive, "
+            "which asks all hosts for each byte. sweep: the whole text at once. By default exact, "
+            "or autoregressive for models that cannot be checked in one sweep."
         ),
     ] = None
     sweeps: Annotated[
@@ -101,26 +102,25 @@ class AnswerFlags:
     draft: Annotated[
         Literal["first-block", "none"] | None,
         Parameter(
-            help="What mode sweep starts from: the first block's text, or pure noise (the default where blocks write none alone)."
+            help="What mode sweep starts from: the first block's text, or pure noise "
+            "(the default if a block alone cannot write)."
         ),
     ] = None
     no_degraded: Annotated[
         bool,
         Parameter(
-            help="Fail an answer when a block is missing, instead of going on without and saying so.",
+            help="Fail an answer when a block is missing, instead of continuing without it.",
             negative=(),
         ),
     ] = False
     deadline: Annotated[
         float,
         at_least(1),
-        Parameter(
-            help="Seconds that an answer may take; one that is not complete then fails, stuck or not."
-        ),
+        Parameter(help="Seconds that an answer may take; one that is not complete by then fails."),
     ] = 600.0
 
     def defaults(self, entry: Entry) -> Defaults:
-        """For a model that not everything can be asked of."""
+        """The flags, completed with what this model can do."""
         from blocktrain.serving.openai_messages import Defaults
 
         mode = self.mode or ("exact" if "exact" in entry.modes() else "autoregressive")
@@ -131,23 +131,23 @@ class AnswerFlags:
 
 @dataclass(frozen=True)
 class RouteFlags:
-    """The stages that `serve` asks, and how."""
+    """The stages that `serve` uses, and how."""
 
     route: Annotated[
         str,
         Parameter(
-            help="Stages as host:port,host:port, or the coordinator that they announce themselves to (http://host:port); "
-            "without any the whole model is served from here."
+            help="Stages as host:port,host:port, or the coordinator that they announce themselves "
+            "to (http://host:port). Without it the whole model is served from here."
         ),
     ] = ""
     token: Token = ""
-    key: Annotated[Path | None, Parameter(help="File with the secret that the stages ask for.")] = (
+    key: Annotated[Path | None, Parameter(help="File with the secret that the stages require.")] = (
         None
     )
     ca: Annotated[
         Path | None,
         Parameter(
-            help="Certificate (PEM) that the stages' own are signed by; the lines are then TLS."
+            help="Certificate (PEM) that signed those of the stages; connections then use TLS."
         ),
     ] = None
     wire: Annotated[
@@ -156,12 +156,11 @@ class RouteFlags:
     ] = "fp32"
 
     def entry(self, run: Path, *, reference: bool, threads: int) -> Entry:
-        """Ready to be started."""
         from blocktrain.serving.entry.entry import Entry
         from blocktrain.serving.entry.route import parse_route
 
         stages = (
-            _finding(_coordinator(self.route, self.token, self.ca))
+            _stage_finder(_coordinator(self.route, self.token, self.ca))
             if "://" in self.route
             else parse_route(self.route)
         )
@@ -170,7 +169,7 @@ class RouteFlags:
             require_model(run),
             stages,
             key=secret,
-            tls=_trusting(self.ca),
+            tls=_client_tls(self.ca),
             wire=self.wire,
             reference=reference,
             threads=threads,
@@ -185,8 +184,8 @@ def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
     )
 
 
-def _finding(coordinator: HttpClient) -> Find:
-    """Let a coordinator be asked where the stages are."""
+def _stage_finder(coordinator: HttpClient) -> Find:
+    """A function that asks a coordinator where the stages are."""
 
     async def find(model: str) -> list[str]:
         listed = await asyncio.to_thread(coordinator.stages)
@@ -195,7 +194,7 @@ def _finding(coordinator: HttpClient) -> Find:
     return find
 
 
-def _trusting(ca: Path | None) -> ssl.SSLContext | None:
+def _client_tls(ca: Path | None) -> ssl.SSLContext | None:
     if ca is None:
         return None
     try:
@@ -214,9 +213,11 @@ def serve(
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:
-    """Serve a trained run: an OpenAI-compatible API and a page to write with. Alone it holds the whole model; --route asks stages.
+    """Serve a trained run: an OpenAI-compatible API and a page to write with.
 
-    The same seed writes the same bytes as `blocktrain generate`, from one host or from many. Ctrl-C finishes the answers under way.
+    Alone it holds the whole model; with --route it uses stages. The same seed writes the same
+    bytes as `blocktrain generate`, from one host or from many. Ctrl-C first finishes the answers
+    that have begun.
 
     Parameters
     ----------
@@ -225,7 +226,7 @@ def serve(
     reference
         Serve the end-to-end model of the run instead, if it was trained.
     threads
-        Cores that compute here.
+        Threads that compute here; each needs a core of its own.
     """
     from blocktrain.web.server import run_loop
 
@@ -246,7 +247,7 @@ def serve(
 async def _serve(
     entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]
 ) -> None:
-    """Until it is told to stop."""
+    """Serve until stopped."""
     from blocktrain.serving.entry.entry import Request
     from blocktrain.serving.openai_api import build_app
     from blocktrain.web.server import AppServer
@@ -255,9 +256,8 @@ async def _serve(
     await entry.start()
     defaults = rules.defaults
     entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
-    await server.serve(
-        lambda: announce(server.url)
-    )  # not before: who reads it may already want to stop it
+    # Announced by the running server: a reader of the announcement may stop it at once.
+    await server.serve(lambda: announce(server.url))
 
 
 def _announce(url: str, model: str, json_: bool) -> None:
@@ -281,28 +281,28 @@ class StageFlags:
     )
     key: Annotated[
         Path | None,
-        Parameter(help="File with the secret that all hosts share; needed beyond this machine."),
+        Parameter(
+            help="File with the secret that all hosts share; needed to listen beyond this machine."
+        ),
     ] = None
     tls: Annotated[
         tuple[Path, Path] | None,
-        Parameter(help="Certificate and key (PEM files): lines are then TLS.", negative=()),
+        Parameter(help="Certificate and key (PEM files); connections then use TLS.", negative=()),
     ] = None
     ca: Annotated[
         Path | None,
-        Parameter(
-            help="Certificate (PEM) that the next stage's own is signed by, in a ring over TLS."
-        ),
+        Parameter(help="Certificate (PEM) that signed the next stage's, in a ring over TLS."),
     ] = None
     announce: Annotated[
         str,
         Parameter(
-            help="Coordinator to tell of this stage: http://host:port, as in `serve --route`."
+            help="Coordinator to announce this stage to: http://host:port, as in `serve --route`."
         ),
     ] = ""
     token: Token = ""
 
     def parse(self) -> tuple[str, int]:
-        """Host and port, refusing an address that strangers can reach unless there is a key."""
+        """Host and port; an address that strangers can reach needs a key."""
         host, port = parse_address(self.listen)
         if self.key is None and not is_loopback(host):
             raise ConfigError(
@@ -310,19 +310,20 @@ class StageFlags:
             )
         if self.announce and host in ("0.0.0.0", "::"):
             raise ConfigError(
-                f"nobody can dial {host}: with --announce, listen on the address that others reach this machine by"
+                f"nobody can dial {host}: with --announce, "
+                "listen on the address by which others reach this machine"
             )
         return host, port
 
     def guard(self) -> Guard:
-        """What it asks of others and shows them."""
+        """The secret and the certificates of its connections."""
         from blocktrain.serving.stage.stage import Guard
 
         secret = read_key(self.key) if self.key else b""
-        return Guard(secret, _showing(*self.tls) if self.tls else None, _trusting(self.ca))
+        return Guard(secret, _server_tls(*self.tls) if self.tls else None, _client_tls(self.ca))
 
 
-def _showing(certificate: Path, key: Path) -> ssl.SSLContext:
+def _server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
@@ -343,9 +344,10 @@ def stage(
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:
-    """Hold some blocks of a trained run and compute with them for `blocktrain serve`, here or on another host.
+    """Hold some blocks of a trained run and compute with them for `blocktrain serve`.
 
-    Only the files of these blocks are read. It may be stopped and started at any time; Ctrl-C ends it.
+    `serve` may be here or on another host. Only the files of these blocks are read. It may be
+    stopped and started at any time; Ctrl-C ends it.
 
     Parameters
     ----------
@@ -354,9 +356,9 @@ def stage(
     blocks
         Which, for example 2 or 2-3 or 1,3; by default all (the fusion block is the entry's).
     reference
-        Hold layers of the end-to-end model of the run instead, in as many groups as there are blocks.
+        Hold layers of the run's end-to-end model instead, in as many groups as there are blocks.
     threads
-        Cores that compute here.
+        Threads that compute here; each needs a core of its own.
     """
     post = post or StageFlags()
     host, port = post.parse()  # first: to import torch takes a while
@@ -375,12 +377,12 @@ def stage(
     )
 
     async def serving() -> None:
-        held, told = Stage(holding, guard, threads=threads), _told_to_stop()
+        held, told = Stage(holding, guard, threads=threads), _stop_event()
         await held.start(host, port)
         try:
             _announce_stage(held, json_)
             telling = (
-                [_keep_telling(_coordinator(post.announce, post.token, post.ca), held)]
+                [_keep_announcing(_coordinator(post.announce, post.token, post.ca), held)]
                 if post.announce
                 else []
             )
@@ -392,7 +394,7 @@ def stage(
 
 
 async def _first(*works: Coroutine[Any, Any, object]) -> None:
-    """Until one of them ends, or fails."""
+    """Wait until one of them ends or fails, and cancel the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -403,8 +405,8 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
 
-async def _keep_telling(coordinator: HttpClient, held: Stage) -> None:
-    """Tell a coordinator again and again that the stage is here; one that does not answer may later."""
+async def _keep_announcing(coordinator: HttpClient, held: Stage) -> None:
+    """Announce the stage again and again; a coordinator that does not answer may do so later."""
     from blocktrain.protocol.stages import TELL_SECONDS, StageNotice
     from blocktrain.web.client import retry_later
 
@@ -418,7 +420,7 @@ async def _keep_telling(coordinator: HttpClient, held: Stage) -> None:
         await asyncio.sleep(TELL_SECONDS)
 
 
-def _told_to_stop() -> asyncio.Event:
+def _stop_event() -> asyncio.Event:
     """Set by Ctrl-C and SIGTERM."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C interrupts
