@@ -1,4 +1,7 @@
-"""`blocktrain doctor` names the fix: against real coordinators, strangers on their ports, shifted clocks, full disks and damaged files."""
+"""`blocktrain doctor` names the fix.
+
+Against real coordinators, other services on their ports, wrong clocks, full disks, damaged files.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ from blocktrain.coordinator.server import Listen, running
 from blocktrain.terminal import amount
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes
-from blocktrain.worker.doctor.diagnosis import Answer, Check, Place
-from blocktrain.worker.doctor.doctor import Patient, examine
+from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
+from blocktrain.worker.doctor.doctor import DoctorOptions, examine
 from blocktrain.worker.task import corpus_folder, footprint
 from support.command import environment
 from support.coordination_world import TOKEN, begin, beginning, prepared
@@ -41,17 +44,17 @@ WITH_URL = ["python", "torch", "device", *LINE, *RUN, "memory", "disk", "corpus"
 
 PATIENT_DOCTOR = """
 from blocktrain.worker.doctor import doctor, probes
-doctor.LIMIT, probes.PATIENCE = 200.0, 60.0
+doctor.LIMIT, probes.TIMEOUT = 200.0, 60.0
 from blocktrain.cli.app import main
 main()
 """
 
 
-def found(folder: Path, url: str = "", **more: Any) -> dict[str, Check]:
+def found(folder: Path, url: str = "", **more: Any) -> dict[str, CheckResult]:
     """All checks by name; the worker's folder does not exist before its first start."""
     return {
         check.name: check
-        for check in examine(Patient(folder / "cache", url, **{"device": "cpu", **more}))
+        for check in examine(DoctorOptions(folder / "cache", url, **{"device": "cpu", **more}))
     }
 
 
@@ -62,12 +65,12 @@ def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedP
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
-def failures(checks: dict[str, Check]) -> list[str]:
+def failures(checks: dict[str, CheckResult]) -> list[str]:
     assert all(check.fix for check in checks.values() if check.state in ("warning", "failed"))
     return [name for name, check in checks.items() if check.state == "failed"]
 
 
-def require_failure(checks: dict[str, Check], name: str, says: str, fix: str) -> None:
+def require_failure(checks: dict[str, CheckResult], name: str, says: str, fix: str) -> None:
     """This and nothing else fails, in these words."""
     assert failures(checks) == [name], [
         check for check in checks.values() if check.state == "failed"
@@ -80,7 +83,7 @@ def require_failure(checks: dict[str, Check], name: str, says: str, fix: str) ->
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may be busy with something else."""
     monkeypatch.setattr(doctor, "LIMIT", 200.0)
-    monkeypatch.setattr(probes, "PATIENCE", 60.0)
+    monkeypatch.setattr(probes, "TIMEOUT", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +273,7 @@ def test_servers_in_front(tmp_path: Path) -> None:
 
 
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "PATIENCE", 0.5)
+    monkeypatch.setattr(probes, "TIMEOUT", 0.5)
     with listening(lambda _: None) as url:
         require_failure(
             found(tmp_path, url),
@@ -315,7 +318,7 @@ def test_addresses_that_lead_nowhere(tmp_path: Path) -> None:
         "is not the address of a coordinator",
         "looks like http://host:port",
     )
-    place = Place.parse("http://far.example:8470")
+    place = CoordinatorAddress.parse("http://far.example:8470")
     assert "firewall" in diagnosis.judge_port(place, TimeoutError()).fix
     assert "online" in diagnosis.judge_port(place, OSError(113, "No route to host")).fix
 
@@ -409,12 +412,12 @@ def test_https_against_http(here: str, tmp_path: Path) -> None:
 
 
 def test_a_token_that_travels_readable() -> None:
-    place = Place.parse("http://far.example")
+    place = CoordinatorAddress.parse("http://far.example")
     assert diagnosis.judge_plain(place, secret=True, near=place.near).state == "warning"
     assert diagnosis.judge_plain(place, secret=False, near=place.near).state == "ok"
     assert (
-        Place.parse("https://[::1]:9/train/").url() == "https://[::1]:9/train"
-        and Place.parse("http://[::1]:9").near
+        CoordinatorAddress.parse("https://[::1]:9/train/").url() == "https://[::1]:9/train"
+        and CoordinatorAddress.parse("http://[::1]:9").near
     )
 
 
@@ -497,8 +500,11 @@ def test_a_run_that_is_not_there_yet_and_one_that_is_over(tmp_path: Path) -> Non
         coordinator.close()
     assert not failures(checks) and checks["coordinator"].found == "it is still preparing the run"
     assert checks["fingerprint"].found == "there is no run yet"
-    over = Answer(200, {}, b'{"ok": true, "ready": true, "finished": true}', 0.0, 0.0)
-    assert "blocktrain pull" in diagnosis.judge_health(Place.parse("http://here"), over).fix
+    over = HttpAnswer(200, {}, b'{"ok": true, "ready": true, "finished": true}', 0.0, 0.0)
+    assert (
+        "blocktrain pull"
+        in diagnosis.judge_health(CoordinatorAddress.parse("http://here"), over).fix
+    )
 
 
 def test_clock_is_off_by_an_hour(tmp_path: Path) -> None:
@@ -519,10 +525,10 @@ def test_what_a_clock_is_judged_by() -> None:
     assert [
         diagnosis.judge_clock(skew, 0.1).state for skew in (0.0, -59.0, 61.0, -299.0, 301.0)
     ] == ["ok"] * 2 + ["warning"] * 2 + ["failed"]
-    answer = Answer(200, {"date": "Thu, 01 Jan 2026 00:00:10 GMT"}, b"", 1767225600.0, 2.0)
+    answer = HttpAnswer(200, {"date": "Thu, 01 Jan 2026 00:00:10 GMT"}, b"", 1767225600.0, 2.0)
     assert diagnosis.clock_skew(answer, 1767225601_000) == 0.0
     assert diagnosis.clock_skew(answer, None) == 9.5  # in the middle of that second
-    assert diagnosis.clock_skew(Answer(200, {"date": "noon"}, b"", 0.0, 0.0), None) is None
+    assert diagnosis.clock_skew(HttpAnswer(200, {"date": "noon"}, b"", 0.0, 0.0), None) is None
 
 
 # This machine
@@ -540,7 +546,7 @@ def test_too_little_memory_for_a_block(here: str, tmp_path: Path) -> None:
     require_failure(
         found(tmp_path, memory="much"),
         "memory",
-        "'much' is no amount of memory",
+        "'much' is not an amount of memory",
         "write it like 8GB",
     )
 
@@ -661,7 +667,8 @@ def test_a_torch_that_does_not_load(here: str, tmp_path: Path) -> None:
     (tmp_path / "broken" / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.12: cannot open shared object file')"
     )
-    said = command(tmp_path, here, PYTHONPATH=str(tmp_path / "broken"))
+    source = Path(doctor.__file__).parents[3]
+    said = command(tmp_path, here, PYTHONPATH=f"{tmp_path / 'broken'}{os.pathsep}{source}")
     assert said.returncode == 2 and said.stderr.endswith(
         "blocktrain: a check failed; the lines above say how to fix it\n"
     )
@@ -675,7 +682,7 @@ def test_a_torch_that_does_not_load(here: str, tmp_path: Path) -> None:
     )  # one failure does not hide the others
     done = command(tmp_path, here, "--json", PYTHONPATH=str(tmp_path / "broken"))
     assert done.returncode == 2 and json.loads(done.stdout)["ok"] is False, done.stderr
-    checks = {check["name"]: Check(**check) for check in json.loads(done.stdout)["checks"]}
+    checks = {check["name"]: CheckResult(**check) for check in json.loads(done.stdout)["checks"]}
     require_failure(checks, "torch", "cannot be imported .*libcudart.so.12", "install torch again")
     assert {name for name, check in checks.items() if check.state == "skipped"} == {
         "device",
@@ -703,7 +710,7 @@ def test_versions_and_devices(tmp_path: Path) -> None:
 
 
 def test_what_figures_are_judged_by() -> None:
-    assert diagnosis.judge_round_trip([0.08, 0.09, 5.0]) == Check(
+    assert diagnosis.judge_round_trip([0.08, 0.09, 5.0]) == CheckResult(
         "round_trip", "ok", "90.0 ms (median of 3)"
     )
     assert diagnosis.judge_round_trip([3.0]).state == "warning"

@@ -94,10 +94,12 @@ def doctor(
     data
         Also compare this corpus (a name or a path on this machine) with the run's.
     """
-    from blocktrain.worker.doctor.doctor import Patient, show
+    from blocktrain.worker.doctor.doctor import DoctorOptions, show
 
-    patient = Patient(cache or cache_folder(), url, token, device, memory, ca, data, data_folder())
-    if not show(patient, as_json=json_):
+    options = DoctorOptions(
+        cache or cache_folder(), url, token, device, memory, ca, data, data_folder()
+    )
+    if not show(options, as_json=json_):
         raise RunError("a check failed; the lines above say how to fix it")
 
 
@@ -177,14 +179,14 @@ def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json =
     url
         The coordinator's address.
     out
-        The run folder to make.
+        The run folder to make. One that was pulled from this run before is updated.
     """
     from blocktrain.runs.pull import pull as pull_run
     from blocktrain.terminal import console
 
     client = _client(url, token, ca)
     try:
-        chosen = pull_run(client, out, told=lambda what: console.print(f"[dim]{what}[/]"))
+        chosen = pull_run(client, out, lambda what: console.print(f"[dim]{what}[/]"))
     finally:
         client.close()
     if json_:

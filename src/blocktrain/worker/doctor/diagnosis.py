@@ -1,4 +1,4 @@
-"""What `blocktrain doctor` says: a finding, whether it is good, and the sentence that names the fix. Pure: all it judges is a parameter."""
+"""What `blocktrain doctor` says: each result, whether it is good, and how to fix it. Pure."""
 
 from __future__ import annotations
 
@@ -29,22 +29,18 @@ TORCH = (2, 6)
 CLOCK_WARNS, CLOCK_FAILS = 60.0, 300.0  # seconds
 LITTLE_SPACE = 10**9  # bytes, for a run that is not known
 SLOW_ANSWER = 2.0  # seconds of a round trip
-SLOWEST_LINE = 16 << 10  # bytes a second: whoever reads slower is hung up on by the coordinator
+SLOWEST = 16 << 10  # bytes a second: the coordinator hangs up on slower readers
 LONG_FETCH = 600.0  # seconds for the corpus
 ENOUGH_TO_TIME = 1 << 18  # bytes
 SOON = 7  # days
 AS_PRINTED = "use the address of the join command that the coordinator printed"
 ANOTHER_FOLDER = "name another folder with --cache (or BLOCKTRAIN_CACHE)"
-_NOT_VALID_YET, _EXPIRED, _WRONG_HOST = (
-    9,
-    10,
-    (62, 64),
-)  # OpenSSL's numbers of what is wrong with a certificate
+_NOT_VALID_YET, _EXPIRED, _WRONG_HOST = 9, 10, (62, 64)  # OpenSSL's X509_V_ERR codes
 
 
 @dataclass(frozen=True)
-class Check:
-    """One line: what was looked at, how it is, what was found, and what to do if that is not good."""
+class CheckResult:
+    """One line: the check, its state, what was found, and how to fix it if it is not good."""
 
     name: str
     state: State
@@ -53,13 +49,13 @@ class Check:
 
     @property
     def good(self) -> bool:
-        """Whether what depends on it can be checked."""
+        """Whether checks that depend on it make sense."""
         return self.state in ("ok", "warning")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a coordinator should be."""
+class CoordinatorAddress:
+    """The parts of a coordinator's URL."""
 
     scheme: str
     host: str
@@ -67,8 +63,7 @@ class Place:
     path: str = ""
 
     @classmethod
-    def parse(cls, url: str) -> Place:
-        """The parts of an address."""
+    def parse(cls, url: str) -> CoordinatorAddress:
         try:
             found = urlsplit(url)
             port = found.port
@@ -87,7 +82,7 @@ class Place:
 
     @property
     def near(self) -> bool:
-        """Whether it is this machine by any name."""
+        """Whether it is this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -100,8 +95,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An HTTP answer and when it came: sent by this machine's clock, seconds until it was whole."""
+class HttpAnswer:
+    """An HTTP answer: when it was requested by this machine's clock, and how long it took."""
 
     status: int
     headers: dict[str, str]  # names in lower case
@@ -111,7 +106,7 @@ class Answer:
 
     @property
     def value(self) -> Any:
-        """The body as JSON; None if it is none."""
+        """The body as JSON, or None if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError:
@@ -119,33 +114,29 @@ class Answer:
 
     @property
     def code(self) -> Code | None:
-        """Why a coordinator says no."""
+        """The code of a coordinator's refusal."""
         try:
             return Refusal.model_validate_json(self.body).code
         except ValidationError:
             return None
 
 
-def from_error(name: str, error: BlockTrainError) -> Check:
-    """One of our sentences: what is wrong; what to do."""
+def from_error(name: str, error: BlockTrainError) -> CheckResult:
+    """Our errors read: what is wrong; what to do."""
     found, _, fix = str(error).partition("; ")
-    return Check(name, "failed", found, fix or "correct that and ask again")
+    return CheckResult(name, "failed", found, fix or "correct that and ask again")
 
 
-def judge_unended(name: str) -> Check:
-    """A check for which there was not enough time."""
-    if name in (
-        "corpus",
-        "data",
-        "speed",
-    ):  # much work for a busy machine, and no reason not to join
-        return Check(
+def judge_unended(name: str) -> CheckResult:
+    """A check that ran out of time."""
+    if name in ("corpus", "data", "speed"):  # slow on a busy machine; a worker can join anyway
+        return CheckResult(
             name,
             "warning",
             "has not ended in time: not judged",
             "end what keeps this machine busy and ask again; a worker can join",
         )
-    return Check(
+    return CheckResult(
         name,
         "failed",
         "has not ended in time",
@@ -153,80 +144,81 @@ def judge_unended(name: str) -> Check:
     )
 
 
-def judge_python(version: tuple[int, int, int]) -> Check:
+def judge_python(version: tuple[int, int, int]) -> CheckResult:
     """The interpreter."""
     found = ".".join(map(str, version))
     if version[:2] < PYTHON:
-        return Check(
+        return CheckResult(
             "python",
             "failed",
             found,
             f"install Python {'.'.join(map(str, PYTHON))} or newer and blocktrain in it",
         )
-    return Check("python", "ok", found)
+    return CheckResult("python", "ok", found)
 
 
-def judge_torch(version: str) -> Check:
+def judge_torch(version: str) -> CheckResult:
     """A torch that could be imported."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if not TORCH <= numbers < (3, 0):
-        return Check(
+        return CheckResult(
             "torch",
             "failed",
             version,
             "install a torch from 2.6 on and below 3; the README says which one for which machine",
         )
-    return Check("torch", "ok", version)
+    return CheckResult("torch", "ok", version)
 
 
-def judge_memory(allowed: int, free: int, needed: dict[str, int], *, asked: bool) -> Check:
-    """Whether the largest block that may be given to this machine fits; `asked` if --memory says what is allowed."""
-    found = f"{amount(allowed)} {'allowed by --memory' if asked else 'in this machine'}, {amount(free)} free"
+def judge_memory(allowed: int, free: int, needed: dict[str, int], *, asked: bool) -> CheckResult:
+    """Whether the largest block of the run fits. `asked`: the limit comes from --memory."""
+    limit = "allowed by --memory" if asked else "in this machine"
+    found = f"{amount(allowed)} {limit}, {amount(free)} free"
     if not needed:
-        return Check("memory", "ok", found)
+        return CheckResult("memory", "ok", found)
     name, most = max(needed.items(), key=lambda item: item[1])
     found += f"; training {name} takes about {amount(most)}"
     if allowed < most:
         more = "allow more with --memory" if asked else "use a machine with more memory"
-        return Check(
+        return CheckResult(
             "memory",
             "failed",
             found,
             f"{more}, or join a run with smaller blocks (width, context, batch, layers_per_block)",
         )
     if free < most:
-        return Check(
+        return CheckResult(
             "memory", "warning", found, "end other programs: training would be slow or be killed"
         )
-    return Check("memory", "ok", found)
+    return CheckResult("memory", "ok", found)
 
 
-def judge_disk(folder: Path, free: int, needed: int) -> Check:
-    """Whether all that a worker keeps fits beside what is there; 0 needed: the run is not known."""
+def judge_disk(folder: Path, free: int, needed: int) -> CheckResult:
+    """Whether a worker's files fit on the disk. 0 needed: the run is not known."""
     wants = f"; this run needs about {amount(needed)} there" if needed else ""
     found = f"{amount(free)} free for {folder}{wants}"
     if free < needed:
-        return Check(
+        return CheckResult(
             "disk",
             "failed",
             found,
             f"free {amount(needed - free)} on that disk, or {ANOTHER_FOLDER}",
         )
     if not needed and free < LITTLE_SPACE:
-        return Check(
+        return CheckResult(
             "disk",
             "warning",
             found,
             f"a corpus and a block may need more: free some, or {ANOTHER_FOLDER}",
         )
-    return Check("disk", "ok", found)
+    return CheckResult("disk", "ok", found)
 
 
-def judge_unwritable(folder: Path, error: OSError) -> Check:
+def judge_unwritable(folder: Path, error: OSError) -> CheckResult:
     """A folder that a file could not be written into."""
     found = f"cannot write into {folder}: {error.strerror or error}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return Check(
+    return CheckResult(
         "disk",
         "failed",
         found,
@@ -234,98 +226,114 @@ def judge_unwritable(folder: Path, error: OSError) -> Check:
     )
 
 
-def judge_unknown_host(place: Place, error: OSError) -> Check:
+def judge_unknown_host(address: CoordinatorAddress, error: OSError) -> CheckResult:
     """A name without an address."""
-    return Check(
+    return CheckResult(
         "address",
         "failed",
-        f"the name {place.host} has no address ({error.strerror or error})",
+        f"the name {address.host} has no address ({error.strerror or error})",
         f"check its spelling and that this machine is online; {AS_PRINTED}",
     )
 
 
-def judge_port(place: Place, error: OSError) -> Check:
+def judge_port(address: CoordinatorAddress, error: OSError) -> CheckResult:
     """An address where no connection could be made."""
-    where = f"port {place.port} of {place.host}"
+    where = f"port {address.port} of {address.host}"
     if isinstance(error, ConnectionRefusedError):
         found = f"nothing listens on {where}"
-        fix = f"start the coordinator there, or {AS_PRINTED}; with --listen 127.0.0.1 only its own machine can reach it"
+        fix = (
+            f"start the coordinator there, or {AS_PRINTED}; "
+            "with --listen 127.0.0.1 only its own machine can reach it"
+        )
     elif isinstance(error, TimeoutError):
         found = f"no answer from {where}"
-        fix = "is that machine on, and does it let the port through? Open it in its firewall or router, or forward it"
+        fix = (
+            "is that machine on, and is the port open? "
+            "Open it in its firewall or router, or forward it"
+        )
     else:
         found = f"no way to {where} ({error.strerror or error})"
         fix = "is this machine online, and in the same network or VPN as the coordinator?"
-    return Check("port", "failed", found, fix)
+    return CheckResult("port", "failed", found, fix)
 
 
-def judge_certificate(place: Place, certificate: dict[str, Any], version: str, now: float) -> Check:
+def judge_certificate(
+    address: CoordinatorAddress, certificate: dict[str, Any], version: str, now: float
+) -> CheckResult:
     """A certificate that is trusted."""
     ends = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
     until = datetime.fromtimestamp(ends, UTC).date()
-    found = f"{version}, the certificate of {place.host} is trusted until {until}"
+    found = f"{version}, the certificate of {address.host} is trusted until {until}"
     if ends - now < SOON * 86400:
-        return Check(
+        return CheckResult(
             "tls",
             "warning",
             found,
             "renew the coordinator's certificate and start it again with --tls",
         )
-    return Check("tls", "ok", found)
+    return CheckResult("tls", "ok", found)
 
 
-def judge_tls_error(place: Place, error: Exception, ca: Path | None) -> Check:
+def judge_tls_error(address: CoordinatorAddress, error: Exception, ca: Path | None) -> CheckResult:
     """No connection by TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _untrusted(place, error, ca)
+        return _untrusted(address, error, ca)
     if isinstance(error, ssl.SSLError | TimeoutError | ConnectionError | EOFError):
-        return Check(
+        return CheckResult(
             "tls",
             "failed",
-            f"port {place.port} does not speak TLS",
-            f"use {place.url('http')}, or start the coordinator with --tls",
+            f"port {address.port} does not speak TLS",
+            f"use {address.url('http')}, or start the coordinator with --tls",
         )
-    return Check("tls", "failed", str(error), AS_PRINTED)
+    return CheckResult("tls", "failed", str(error), AS_PRINTED)
 
 
-def _untrusted(place: Place, error: ssl.SSLCertVerificationError, ca: Path | None) -> Check:
-    found = f"the certificate of {place.host} is not accepted: {error.verify_message}"
+def _untrusted(
+    address: CoordinatorAddress, error: ssl.SSLCertVerificationError, ca: Path | None
+) -> CheckResult:
+    found = f"the certificate of {address.host} is not accepted: {error.verify_message}"
     if error.verify_code == _EXPIRED:
-        fix = "renew the coordinator's certificate and start it again with --tls; if it has not expired, this machine's clock is wrong"
+        fix = (
+            "renew the coordinator's certificate and start it again with --tls; "
+            "if it has not expired, this machine's clock is wrong"
+        )
     elif error.verify_code == _NOT_VALID_YET:
         fix = "set this machine's clock: to it the certificate lies in the future"
     elif error.verify_code in _WRONG_HOST:
-        fix = f"use the name that the certificate was made for, or make one for {place.host}"
+        fix = f"use the name that the certificate was made for, or make one for {address.host}"
     elif ca is not None:
         fix = f"{ca} has not signed it: take the --ca file from the coordinator's operator"
     else:
-        fix = "name the certificate that it was signed with: --ca FILE.pem, from the coordinator's operator"
-    return Check("tls", "failed", found, fix)
+        fix = (
+            "name the certificate that it was signed with: --ca FILE.pem, "
+            "from the coordinator's operator"
+        )
+    return CheckResult("tls", "failed", found, fix)
 
 
-def judge_tls_missing(place: Place) -> Check:
-    """http, where the other side speaks TLS."""
-    return Check(
+def judge_tls_missing(address: CoordinatorAddress) -> CheckResult:
+    """The address says http, the other side speaks TLS."""
+    return CheckResult(
         "tls",
         "failed",
-        f"port {place.port} speaks TLS, and the address says http",
-        f"use {place.url('https')}",
+        f"port {address.port} speaks TLS, and the address says http",
+        f"use {address.url('https')}",
     )
 
 
-def judge_plain(place: Place, *, secret: bool, near: bool) -> Check:
-    """http, and so does the other side."""
+def judge_plain(address: CoordinatorAddress, *, secret: bool, near: bool) -> CheckResult:
+    """Both sides speak plain http."""
     if secret and not near:
-        return Check(
+        return CheckResult(
             "tls",
             "warning",
             "not used: the token can be read on its way",
             "start the coordinator with --tls, or use a VPN",
         )
-    return Check("tls", "ok", f"not used, {place.url()} is plain http")
+    return CheckResult("tls", "ok", f"not used, {address.url()} is plain http")
 
 
-def judge_health(place: Place, answer: Answer) -> Check:
+def judge_health(address: CoordinatorAddress, answer: HttpAnswer) -> CheckResult:
     """The answer to GET /healthz."""
     value = answer.value
     if (
@@ -335,45 +343,48 @@ def judge_health(place: Place, answer: Answer) -> Check:
         and "ready" in value
     ):
         if value.get("finished"):
-            fix = "a worker would leave at once: fetch the model with `blocktrain pull`, or start another run"
-            return Check("coordinator", "warning", "its run is finished", fix)
+            fix = (
+                "a worker would leave at once: fetch the model with `blocktrain pull`, "
+                "or start another run"
+            )
+            return CheckResult("coordinator", "warning", "its run is finished", fix)
         if not value["ready"]:
-            return Check(
+            return CheckResult(
                 "coordinator",
                 "warning",
                 "it is still preparing the run",
                 "ask again in a minute; workers wait by themselves",
             )
-        return Check("coordinator", "ok", f"answers on {place.url()}")
+        return CheckResult("coordinator", "ok", f"answers on {address.url()}")
     if "location" in answer.headers:
-        return Check(
+        return CheckResult(
             "coordinator",
             "failed",
-            f"{place.url()} answers with another address",
+            f"{address.url()} answers with another address",
             f"try {answer.headers['location'][:200]}",
         )
     if answer.status in (502, 503, 504):
         found = f"a server before it answers {answer.status}"
-        return Check(
+        return CheckResult(
             "coordinator",
             "failed",
             found,
             "start the coordinator behind that server, and check where the server sends to",
         )
     who = re.sub(r"[^ -~]", "?", answer.headers.get("server", ""))[:60]
-    return judge_stranger(place, f"HTTP {answer.status}{', ' if who else ''}{who}")
+    return judge_stranger(address, f"HTTP {answer.status}{', ' if who else ''}{who}")
 
 
-def judge_stranger(place: Place, what: str) -> Check:
-    """Something answers, but no coordinator."""
-    found = f"another service answers on port {place.port} ({what})"
-    return Check("coordinator", "failed", found, f"{AS_PRINTED}: host or port is another one")
+def judge_stranger(address: CoordinatorAddress, what: str) -> CheckResult:
+    """Something answers, but it is not a coordinator."""
+    found = f"another service answers on port {address.port} ({what})"
+    return CheckResult("coordinator", "failed", found, f"{AS_PRINTED}: host or port is another one")
 
 
-def judge_silent(place: Place, seconds: float) -> Check:
-    """A connection, and then nothing."""
-    found = f"port {place.port} takes connections, but has not answered within {seconds:.0f} s"
-    return Check(
+def judge_silent(address: CoordinatorAddress, seconds: float) -> CheckResult:
+    """A connection, but no answer."""
+    found = f"port {address.port} takes connections, but has not answered within {seconds:.0f} s"
+    return CheckResult(
         "coordinator",
         "failed",
         found,
@@ -381,32 +392,38 @@ def judge_silent(place: Place, seconds: float) -> Check:
     )
 
 
-def judge_token(answer: Answer, *, given: bool) -> Check:
+def judge_token(answer: HttpAnswer, *, given: bool) -> CheckResult:
     """The answer to GET /v1/run."""
     if answer.status == 200:
-        return Check("token", "ok", "accepted" if given else "none is needed")
+        return CheckResult("token", "ok", "accepted" if given else "none is needed")
     if answer.code is Code.BAD_TOKEN:
         found = (
             "the coordinator does not know this token" if given else "the coordinator wants a token"
         )
-        fix = "give --token SECRET (or BLOCKTRAIN_TOKEN) exactly as in the join command that the coordinator printed"
-        return Check("token", "failed", found, fix)
+        fix = (
+            "give --token SECRET (or BLOCKTRAIN_TOKEN) exactly as in the join command "
+            "that the coordinator printed"
+        )
+        return CheckResult("token", "failed", found, fix)
     if answer.code is Code.BUSY:
-        return Check(
+        return CheckResult(
             "token",
             "warning",
             "accepted, but there is no run yet",
             "ask again in a minute: the run is being prepared",
         )
     said = answer.code or f"HTTP {answer.status}"
-    fix = "install the coordinator's version of blocktrain here, and check that nothing in between changes requests"
-    return Check("token", "failed", f"GET /v1/run was answered with {said}", fix)
+    fix = (
+        "install the coordinator's version of blocktrain here, "
+        "and check that nothing in between changes requests"
+    )
+    return CheckResult("token", "failed", f"GET /v1/run was answered with {said}", fix)
 
 
-def judge_protocol(number: object) -> Check:
-    """The number in a manifest, also in one that cannot be read otherwise."""
+def judge_protocol(number: object) -> CheckResult:
+    """The number in a manifest, even if nothing else of it can be read."""
     if not isinstance(number, int):
-        return Check(
+        return CheckResult(
             "protocol",
             "failed",
             "the run's manifest has no protocol number",
@@ -414,24 +431,27 @@ def judge_protocol(number: object) -> Check:
         )
     found = f"the coordinator speaks protocol {number}, this version {PROTOCOL}"
     if number < PROTOCOL:
-        return Check(
+        return CheckResult(
             "protocol",
             "failed",
             found,
             "update blocktrain on the coordinator's machine, or install its older version here",
         )
     if number > PROTOCOL:
-        return Check(
+        return CheckResult(
             "protocol",
             "failed",
             found,
             "update blocktrain on this machine to the coordinator's version",
         )
-    return Check("protocol", "ok", f"{number}, on both sides")
+    return CheckResult("protocol", "ok", f"{number}, on both sides")
 
 
-def clock_skew(answer: Answer, issued: int | None) -> float | None:
-    """Seconds that the coordinator's clock is ahead of this one; by the manifest, or by the seconds in the Date of an answer."""
+def clock_skew(answer: HttpAnswer, issued: int | None) -> float | None:
+    """Seconds that the coordinator's clock is ahead of this one.
+
+    By the time in the manifest if there is one, else by the Date header of the answer.
+    """
     middle = answer.sent + answer.seconds / 2
     if issued is not None:
         return issued / 1000 - middle
@@ -441,83 +461,91 @@ def clock_skew(answer: Answer, issued: int | None) -> float | None:
         return None
 
 
-def judge_clock(skew: float, uncertain: float) -> Check:
+def judge_clock(skew: float, uncertain: float) -> CheckResult:
     """How far this clock is from the coordinator's."""
     if abs(skew) <= CLOCK_WARNS:
-        return Check(
+        return CheckResult(
             "clock", "ok", f"{abs(skew):.1f} s from the coordinator's (to within {uncertain:.2g} s)"
         )
     found = (
         f"this clock is {_span(abs(skew))} {'behind' if skew > 0 else 'ahead of'} the coordinator's"
     )
     fix = (
-        "set the clock that is wrong (Linux: `sudo timedatectl set-ntp true`): certificates and signed manifests expire by it, "
-        "and the times in logs and in the ledger would not fit together"
+        "set the clock that is wrong (Linux: `sudo timedatectl set-ntp true`): certificates and "
+        "signed manifests expire by it, and times in logs and in the ledger would not match"
     )
-    return Check("clock", "failed" if abs(skew) > CLOCK_FAILS else "warning", found, fix)
+    return CheckResult("clock", "failed" if abs(skew) > CLOCK_FAILS else "warning", found, fix)
 
 
-def judge_round_trip(times: list[float]) -> Check:
+def judge_round_trip(times: list[float]) -> CheckResult:
     """How long small calls take on an open connection."""
     found = f"{median(times) * 1000:.1f} ms (median of {len(times)})"
     if median(times) > SLOW_ANSWER:
-        return Check(
+        return CheckResult(
             "round_trip",
             "warning",
             found,
-            "the line or the coordinator is overloaded: tasks begin and end late",
+            "the connection or the coordinator is overloaded: tasks begin and end late",
         )
-    return Check("round_trip", "ok", found)
+    return CheckResult("round_trip", "ok", found)
 
 
-def judge_download(received: int, seconds: float, corpus: int) -> Check:
+def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
     """How fast bytes come, and how long the corpus takes."""
     if received < ENOUGH_TO_TIME and seconds < 1:
-        return Check(
+        return CheckResult(
             "download",
             "ok",
             f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate",
         )
     rate = received / max(seconds, 1e-9)
     found = f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
-    if rate < SLOWEST_LINE:
-        return Check(
+    if rate < SLOWEST:
+        return CheckResult(
             "download",
             "failed",
             found,
-            f"use a faster line: below {amount(SLOWEST_LINE)}/s the coordinator hangs up",
+            f"use a faster connection: below {amount(SLOWEST)}/s the coordinator hangs up",
         )
     if corpus / rate > LONG_FETCH:
-        return Check(
+        return CheckResult(
             "download",
             "warning",
             found,
             "only the first start takes that long: afterwards the corpus is in the cache",
         )
-    return Check("download", "ok", found)
+    return CheckResult("download", "ok", found)
 
 
 def judge_speed(
     step: float, task_seconds: float, task_steps: int | None, round_seconds: float
-) -> Check:
-    """What a step of `step` seconds makes of a task; 0 seconds: not known."""
+) -> CheckResult:
+    """How long a task takes at `step` seconds a step. 0 seconds: not known."""
     found = f"{step * 1000:.3g} ms a step of block 1"
     if not task_seconds and task_steps is None:
-        return Check("speed", "ok", f"{found}; the coordinator does not say how long a task is")
+        return CheckResult(
+            "speed", "ok", f"{found}; the coordinator does not say how long a task is"
+        )
     steps = task_steps or max(1, int(task_seconds / step))
     found += f": {'tasks of' if task_steps else 'about'} {steps} steps, {_span(steps * step)} each"
     late = "its updates come late and count less or not at all"
     if round_seconds and steps * step > round_seconds:
-        fix = f"use a faster device, or ask for a run with smaller blocks or tasks: a round lasts {_span(round_seconds)}, {late}"
-        return Check("speed", "warning", found, fix)
+        fix = (
+            "use a faster device, or ask for a run with smaller blocks or tasks: "
+            f"a round lasts {_span(round_seconds)}, {late}"
+        )
+        return CheckResult("speed", "warning", found, fix)
     if task_steps is None and step > task_seconds:
-        fix = f"use a faster device, or ask for a longer --task-seconds than {_span(task_seconds)}: even one step takes longer, {late}"
-        return Check("speed", "warning", found, fix)
-    return Check("speed", "ok", found)
+        fix = (
+            f"use a faster device, or ask for a longer --task-seconds than {_span(task_seconds)}: "
+            f"even one step takes longer, {late}"
+        )
+        return CheckResult("speed", "warning", found, fix)
+    return CheckResult("speed", "ok", found)
 
 
 def _span(seconds: float) -> str:
-    """A time for people."""
+    """A duration for people."""
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,6 +1,7 @@
-"""What `blocktrain doctor` measures: this machine, and the line to a coordinator as a worker would open it. Judges nothing.
+"""What `blocktrain doctor` measures: this machine, and the connection to a coordinator.
 
-Imports torch where it is used: a broken one must not hide what else is wrong.
+The judgement is in `diagnosis`. Torch is imported where it is used: a broken one must not hide
+what else is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import shutil
 import socket
 import ssl
 import tempfile
-import time
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -21,23 +21,26 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 
+from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol.messages import MAX_REPLY, Corpus
-from blocktrain.worker.doctor.diagnosis import Answer, Place
+from blocktrain.worker.doctor.diagnosis import CoordinatorAddress, HttpAnswer
 
-PATIENCE = 4.0  # seconds for a connection, and for every answer
+TIMEOUT = 4.0  # seconds for a connection, and for every answer
 PINGS = 7
 READ_BYTES, READ_SECONDS = 16 * 10**6, 2.0
 STEPS, STEP_SECONDS = 30, 2.0
 WRITTEN = 1 << 16  # bytes of the file that is tried
 
 
-class Line:
-    """A line to a place. The same trust, proxies and headers as a worker's, and no retries."""
+class CoordinatorProbe:
+    """Connects as a worker does: the same trust, proxies and headers, but no retries."""
 
-    def __init__(self, place: Place, token: str, ca: Path | None) -> None:
-        self.place = place
+    def __init__(
+        self, address: CoordinatorAddress, token: str, ca: Path | None, clock: Clock
+    ) -> None:
+        self.address, self._clock = address, clock
         self._trust = _trust(ca)
         headers = {
             "Accept-Encoding": "identity",
@@ -45,84 +48,87 @@ class Line:
         }
         limits = httpx2.Limits(keepalive_expiry=20.0)
         self._http = httpx2.Client(
-            base_url=place.url(),
+            base_url=address.url(),
             headers=headers,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             verify=self._trust,
             limits=limits,
         )
 
     def close(self) -> None:
-        """Let go of the connections."""
         self._http.close()
 
     @property
     def proxy(self) -> str:
-        """The proxy that the environment names for this place; empty: none."""
-        return "" if proxy_bypass(self.place.host) else getproxies().get(self.place.scheme, "")
+        """The proxy that the environment names for this address, or nothing."""
+        return "" if proxy_bypass(self.address.host) else getproxies().get(self.address.scheme, "")
 
     def addresses(self) -> list[str]:
-        """What the name stands for."""
-        found = socket.getaddrinfo(self.place.host, self.place.port, type=socket.SOCK_STREAM)
+        """The IP addresses of the host."""
+        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(item[4][0]) for item in found))
 
     def connect(self) -> str:
-        """A connection; the address that was reached."""
+        """Connects, and returns the IP address that was reached."""
         with self._open() as connection:
             return str(connection.getpeername()[0])
 
     def handshake(self) -> tuple[dict[str, Any], str]:
-        """TLS as a worker asks for it; the certificate and the version."""
+        """A TLS handshake as a worker makes it; returns the certificate and the TLS version."""
         with (
             self._open() as plain,
-            self._trust.wrap_socket(plain, server_hostname=self.place.host) as secure,
+            self._trust.wrap_socket(plain, server_hostname=self.address.host) as secure,
         ):
             return dict(secure.getpeercert() or {}), secure.version() or "TLS"
 
     def speaks_tls(self) -> bool:
-        """Whether the other side greets by TLS, whoever it is."""
+        """Whether the other side speaks TLS, with any certificate."""
         anyone = ssl.create_default_context()
         anyone.check_hostname, anyone.verify_mode = False, ssl.CERT_NONE
         try:
-            with self._open() as plain, anyone.wrap_socket(plain, server_hostname=self.place.host):
+            with (
+                self._open() as plain,
+                anyone.wrap_socket(plain, server_hostname=self.address.host),
+            ):
                 return True
         except OSError:
             return False
 
     def _open(self) -> socket.socket:
-        return socket.create_connection((self.place.host, self.place.port), timeout=PATIENCE)
+        return socket.create_connection((self.address.host, self.address.port), timeout=TIMEOUT)
 
-    def get(self, path: str) -> Answer:
-        """A small answer; of a larger one the beginning."""
-        sent, began, body = time.time(), time.monotonic(), b""
+    def get(self, path: str) -> HttpAnswer:
+        """The answer, or the beginning of a large one."""
+        sent, began, body = self._clock.time(), self._clock.monotonic(), b""
         with self._http.stream("GET", path) as response:
             for piece in response.iter_raw():
                 body += piece
-                if len(body) > MAX_REPLY or time.monotonic() - began > PATIENCE:
+                if len(body) > MAX_REPLY or self._clock.monotonic() - began > TIMEOUT:
                     break
         headers = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(
-            response.status_code, headers, body[:MAX_REPLY], sent, time.monotonic() - began
+        return HttpAnswer(
+            response.status_code, headers, body[:MAX_REPLY], sent, self._clock.monotonic() - began
         )
 
     def round_trips(self) -> list[float]:
-        """Seconds of some small calls on an open connection."""
+        """Seconds of some small calls over an open connection."""
         return [self.get("/healthz").seconds for _ in range(PINGS + 1)][1:]
 
     def download(self, name: str, length: int) -> tuple[int, float]:
-        """Bytes and seconds of the end of a blob, or of as much as comes in time."""
+        """Bytes and seconds of a download of the end of a blob, cut off after some time."""
         headers = {"Range": f"bytes={max(0, length - READ_BYTES)}-"}
-        received, began = 0, time.monotonic()
+        received, began = 0, self._clock.monotonic()
         with self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response:
             if response.status_code != 206:
                 raise BlockTrainError(
-                    f"the corpus was answered with HTTP {response.status_code}; ask the coordinator's operator"
+                    f"the corpus was answered with HTTP {response.status_code}; "
+                    "ask the coordinator's operator"
                 )
             for piece in response.iter_raw():
                 received += len(piece)
-                if time.monotonic() - began > READ_SECONDS:
+                if self._clock.monotonic() - began > READ_SECONDS:
                     break
-        return received, time.monotonic() - began
+        return received, self._clock.monotonic() - began
 
 
 def _trust(ca: Path | None) -> ssl.SSLContext:
@@ -146,13 +152,13 @@ def find_device(name: str) -> tuple[str, str]:
     ones = torch.ones(64, 64, device=device)
     if float((ones @ ones).sum().item()) != 64.0**3:
         raise BlockTrainError(
-            f"{device} multiplies wrongly; use --device cpu, or install a torch made for this device"
+            f"{device} multiplies wrongly; use --device cpu, "
+            "or install a torch made for this device"
         )
     if device.type == "cuda":
         return str(device), torch.cuda.get_device_name(device)
-    return str(
-        device
-    ), f"{os.cpu_count()} cores, a worker uses one" if device.type == "cpu" else "the Apple GPU"
+    cores = f"{os.cpu_count()} cores, a worker uses one"
+    return str(device), cores if device.type == "cpu" else "the Apple GPU"
 
 
 def memory_of(device: str) -> tuple[int, int]:
@@ -168,9 +174,8 @@ def memory_of(device: str) -> tuple[int, int]:
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-        limit = (
-            Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        )  # of a container
+        # The limit of a container.
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         free = min(free, int(limit)) if limit.isdecimal() else free
     except OSError:
         pass  # not on this system
@@ -178,7 +183,7 @@ def memory_of(device: str) -> tuple[int, int]:
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that are free where a folder is or will be, after a file was really written there; leaves nothing behind."""
+    """Free bytes where a folder is or will be. Really writes a file there, and removes it."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     with tempfile.TemporaryFile(dir=there) as file:
         file.write(bytes(WRITTEN))
@@ -188,7 +193,7 @@ def free_space(folder: Path) -> int:
 
 
 def cached_corpus(cache: Path, corpus: Corpus) -> dict[Path, str]:
-    """The files of a run's corpus that are whole in the cache, and the hash that each should have."""
+    """The cached files of a run's corpus that have the right size, with their expected hashes."""
     from blocktrain.worker.task import corpus_folder
 
     folder = corpus_folder(cache, corpus)
@@ -201,28 +206,19 @@ def cached_corpus(cache: Path, corpus: Corpus) -> dict[Path, str]:
 
 
 def hash_of_file(path: Path) -> str:
-    """sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def corpus_hashes(spec: str, data_folder: Path | None, cache: Path) -> tuple[str, str]:
-    """The hashes that the two parts of a corpus on this machine would have as blobs."""
+    """The hashes of the two parts of a corpus on this machine, as a run would name them."""
     from blocktrain.learning.data import open_corpus
 
-    found = open_corpus(spec, data_folder, cache)
-    return _hash_of(found.train, found.calibration), _hash_of(found.valid)
+    return open_corpus(spec, data_folder, cache).hashes
 
 
-def _hash_of(*parts: Any) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def seconds_per_step(config: Config, device: str) -> float:
-    """The median of some real training steps of block 1 on random text, as a worker makes them."""
+def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
+    """The median of some real training steps of block 1 on random text."""
     import numpy as np
 
     from blocktrain.learning.tokenizer import tokenizer_of
@@ -236,9 +232,9 @@ def seconds_per_step(config: Config, device: str) -> float:
     with one_thread() if device == "cpu" else nullcontext():
         steps = Trainer(config.replace(device=device), 1).run(text, STEPS + 1)
         next(steps)  # the first one sets things up
-        began = last = time.monotonic()
+        began = last = clock.monotonic()
         for _ in islice(steps, STEPS):
-            now = time.monotonic()
+            now = clock.monotonic()
             times.append(now - last)
             last = now
             if now - began > STEP_SECONDS:
