@@ -269,12 +269,12 @@ def _serve(
 
 def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:
     """Make version 0 and the corpus in another process: only that one needs torch."""
-    from blocktrain.runs.preparing import CorpusPlace, prepare_in_process
+    from blocktrain.runs.prepare import prepare_in_process
 
     with tempfile.TemporaryDirectory(
         dir=running.live.store.blobs.folder, prefix="prepare-"
     ) as folder:
-        prepare_in_process(config, CorpusPlace(data, data_folder(), cache_folder()), Path(folder))
+        prepare_in_process(config, data, data_folder(), cache_folder(), Path(folder))
         running.begin(config, policy, data, Path(folder))
 
 

@@ -1,40 +1,65 @@
-"""What a run begins with, as files: version 0 of every block and the two parts of the corpus. Needs torch: import it late."""
+"""What a run begins with, as files: version 0 of every block and the two parts of the corpus.
+
+Making them needs torch. It is imported late, so that a coordinator can have them made in another
+process without loading torch itself.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blocktrain.config import Config
-from blocktrain.learning.compose import build_block
-from blocktrain.learning.data import Source
-from blocktrain.learning.tokenizer import Bytes
-from blocktrain.learning.train import block_weights
-from blocktrain.protocol.tensors import pack
+from blocktrain.processes import Channel, Job, run_jobs
 
-PIECE = 1 << 22
+if TYPE_CHECKING:
+    from blocktrain.learning.data import Source
+    from blocktrain.learning.tokenizer import Bytes
+
+PIECE = 1 << 22  # bytes
 
 
 def prepare(config: Config, source: Source, folder: Path) -> None:
-    """Write block-N.safetensors, train.txt and valid.txt; the folder, opened as a corpus, has the same parts as the source."""
+    """Write block-N.safetensors, train.txt and valid.txt.
+
+    The folder, opened as a corpus, has the same parts as the source.
+    """
+    from blocktrain.learning.compose import build_block
+    from blocktrain.learning.train import block_weights
+    from blocktrain.protocol.tensors import pack
+
     corpus = source.open()
     corpus.require(config.context)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(
-        folder / "train.txt", (corpus.train, corpus.calibration)
-    )  # whoever opens it cuts the calibration part off again
+    # Opening train.txt cuts the calibration part off again.
+    _write(folder / "train.txt", (corpus.train, corpus.calibration))
     _write(folder / "valid.txt", (corpus.valid,))
     for index in range(1, config.blocks + 1):
-        (folder / f"block-{index}.safetensors").write_bytes(
-            pack(block_weights(build_block(config, index)))
-        )
+        weights = pack(block_weights(build_block(config, index)))
+        (folder / f"block-{index}.safetensors").write_bytes(weights)
+
+
+def prepare_in_process(
+    config: Config, data: str, data_dir: Path | None, cache_dir: Path, folder: Path
+) -> None:
+    """`prepare` in a process of its own; `data`, `data_dir` and `cache_dir` as in `Source`."""
+    job = Job("prepare", _work, (config, data, data_dir, cache_dir, folder))
+    run_jobs([job], 1, lambda *_: None)
+
+
+def _work(
+    _: Channel, config: Config, data: str, data_dir: Path | None, cache_dir: Path, folder: Path
+) -> None:
+    from blocktrain.learning.data import Source
+
+    prepare(config, Source(data, data_dir, cache_dir), folder)
 
 
 def _write(path: Path, parts: Iterable[Bytes]) -> None:
-    partial = path.with_name(
-        f"{path.name}.{os.getpid()}.partial"
-    )  # the source may be this very folder
+    # Under another name first: the source may be this very folder.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as out:
         for part in parts:
             for start in range(0, len(part), PIECE):
