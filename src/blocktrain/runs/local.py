@@ -1,6 +1,7 @@
-"""`blocktrain train`: a coordinator in this process, workers in processes of their own, the same protocol as between machines.
+"""`blocktrain train`: a coordinator in this process and workers in others, over loopback.
 
-One worker a block at a time, no compression, nothing that depends on time: the weights are those of the plain loop, bit for bit.
+The protocol is the same as between machines. One worker per block, no compression and nothing that
+depends on time: the weights are those of a plain training loop, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,35 +22,42 @@ from blocktrain.errors import RunError
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 from blocktrain.protocol.events import EventLog
+from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.folder import block_name, file_sha256, load_block, read_manifest
-from blocktrain.runs.local_worker import Seat, work
+from blocktrain.runs.local_worker import LocalWorker, work
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
-from blocktrain.runs.results import Plan, Told, train_reference
+from blocktrain.runs.results import Plan, train_reference
 from blocktrain.worker.task import corpus_folder
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 
-def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _: None) -> None:
-    """Train what is not yet trained, and publish all blocks; stops and continues anywhere."""
+def train_blocks(
+    plan: Plan,
+    on_step: Callable[[int, int, float], None],
+    warn: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Train what is not yet trained, and publish all blocks. May be stopped and continued anywhere.
+
+    `on_step` receives the block, the number of steps so far, and the loss.
+    """
     plan.corpus().require(plan.config.context)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
         log.write(kind, block=block, **message)
         if "loss" in message:
-            told(block, message["step"], message["loss"])
+            on_step(block, message["step"], message["loss"])
         if kind == "state_lost" and block == REFERENCE:
-            warn(
-                "what was saved of the reference is damaged: it is trained again from its beginning"
-            )
+            warn("the checkpoint of the reference is damaged: it is trained again from the start")
         elif kind == "state_lost":
             warn(
-                f"the saved optimizer of block {block} is lost or damaged: it begins anew, and the weights will be others"
+                f"the saved optimizer of block {block} is lost or damaged: it starts again, so "
+                "the weights will differ from those of an undisturbed run"
             )
 
-    with _coordinator(plan) as coordinator:  # which nobody else has open: the log is ours, too
+    with _coordinator(plan) as coordinator:  # it locks the folder, so the log is ours, too
         log = EventLog(plan.run.events)
         try:
             log.write(
@@ -58,28 +66,7 @@ def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _:
                 blocks=plan.config.blocks,
                 steps=plan.config.steps,
             )
-            jobs = (
-                []
-                if not plan.reference or _has_reference(plan, warn)
-                else [Job(block_name(REFERENCE), train_reference, (plan,))]
-            )
-            if coordinator.finished:
-                run_jobs(jobs, plan.slots, on_message)
-            else:
-                token = secrets.token_urlsafe(24)
-                with running(coordinator, Listen(token=token)) as url:
-                    seat = Seat(
-                        url,
-                        token,
-                        plan.run.folder / "state",
-                        plan.config.device,
-                        plan.threads,
-                        plan.config.steps,
-                    )
-                    workers = [
-                        Job(f"worker-{n}", work, (seat,)) for n in range(1, plan.config.blocks + 1)
-                    ]  # one for each block
-                    run_jobs([*jobs, *workers], plan.slots, on_message)
+            _run_jobs(plan, coordinator, on_message, warn)
             if not coordinator.finished:
                 raise RunError(
                     "the workers ended before the run was finished; continue with --resume"
@@ -89,12 +76,34 @@ def train_blocks(plan: Plan, told: Told, warn: Callable[[str], None] = lambda _:
             log.close()
 
 
+def _run_jobs(
+    plan: Plan,
+    coordinator: Coordinator,
+    on_message: Callable[[str, dict[str, Any]], None],
+    warn: Callable[[str], None],
+) -> None:
+    """One process per block, and one for the reference."""
+    jobs = []
+    if plan.reference and not _has_reference(plan, warn):
+        jobs.append(Job(block_name(REFERENCE), train_reference, (plan,)))
+    if coordinator.finished:
+        run_jobs(jobs, plan.slots, on_message)
+        return
+    token, config = secrets.token_urlsafe(24), plan.config
+    with running(coordinator, Listen(token=token)) as url:
+        cache = plan.run.folder / "state"
+        options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps)
+        for number in range(1, config.blocks + 1):
+            jobs.append(Job(f"worker-{number}", work, (options,)))
+        run_jobs(jobs, plan.slots, on_message)
+
+
 def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
-    """Whether the end-to-end model is trained, and still what it was; else it is trained again."""
+    """Whether the end-to-end model is trained and intact; else it is trained again."""
     path, known = plan.run.weights(REFERENCE), None
     if not path.exists():
         return False
-    with suppress(RunError):  # there is none before the end
+    with suppress(RunError):  # there is no manifest before the end
         known = read_manifest(plan.run.folder).reference
     with suppress(RunError):
         load_block(plan.run, plan.config, REFERENCE, torch.device("cpu"))
@@ -106,7 +115,7 @@ def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
 
 @contextmanager
 def _coordinator(plan: Plan) -> Iterator[Coordinator]:
-    """The run's coordinator; at the first start its run is made from the settings and the corpus."""
+    """The run's coordinator. The first start makes its run from the settings and the corpus."""
     coordinator = open_coordinator(plan.run.folder / "coordinator")
     state = plan.run.folder / "state"
     try:
@@ -119,7 +128,8 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
         corpus = coordinator.manifest().corpus
         if plan.source.open().hashes != (corpus.train.sha256, corpus.valid.sha256):
             raise RunError(
-                f"{plan.source.spec} is not the text that this run began with: put that back, or start a new run"
+                f"{plan.source.spec} is not the text that this run began with: restore that text, "
+                "or start a new run"
             )
         folder = corpus_folder(state, corpus)
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,12 +142,12 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
 
 
 def _publish_all(plan: Plan, coordinator: Coordinator) -> None:
-    """The newest versions as the run's model; the fusion block reads those it was trained on, which are the last ones here."""
+    """The newest versions as the run's model. Here they are those that a fusion block has read."""
     compose_run(
         plan.run,
         plan.config,
         coordinator.manifest().blocks,
-        lambda blob: b"".join(coordinator.blob(blob.sha256)),
+        lambda pin: unpack(b"".join(coordinator.blob(pin.weights.sha256))),
     )
     shutil.rmtree(plan.run.folder / "state", ignore_errors=True)
     (plan.run.folder / "state").mkdir(exist_ok=True)

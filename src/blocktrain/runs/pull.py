@@ -1,74 +1,131 @@
-"""The composed model out of a coordinator's run, running or finished, as a run folder for `evaluate`, `generate` and `serve`."""
+"""`blocktrain pull`: the composed model of a coordinator's run, as a run folder.
+
+The run may be running or finished. A folder that was pulled before is updated: only blocks with a
+new version are fetched.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
+from pydantic import ValidationError
 
 from blocktrain.config import Config, make_config
 from blocktrain.errors import Damaged, RunError
-from blocktrain.learning.compose import composition_of
+from blocktrain.files import write_atomic
+from blocktrain.learning.compose import build_block, composition_of
 from blocktrain.learning.data import open_corpus
+from blocktrain.learning.model import Block
 from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.train import put_weights
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
-from blocktrain.protocol.messages import Blob, BlockVersion, Manifest
-from blocktrain.protocol.tensors import unpack
-from blocktrain.runs.folder import RunFolder, create_run, publish
+from blocktrain.protocol.messages import (
+    BlockVersion,
+    Manifest,
+    Message,
+    RunId,
+    Sha256,
+    write,
+)
+from blocktrain.protocol.tensors import Tensors, unpack
+from blocktrain.runs.folder import RunFolder, create_run, file_sha256, load_block, open_run, publish
 from blocktrain.runs.results import fit_and_seal
 from blocktrain.web.client import Calls, fetch
-from blocktrain.worker.task import read_blocks
 
-Told = Callable[[str], None]
+RECORD = "pull.json"
+
+
+class PulledBlock(Message):
+    """A block in the folder: the weights that it was made of, and the file that they became."""
+
+    weights: Sha256
+    file: Sha256
+
+
+class PullRecord(Message):
+    """What pull.json says: the run that a folder was pulled from, and its blocks by number."""
+
+    run: RunId
+    blocks: dict[str, PulledBlock]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ModelVersions:
     """The version of each block that the composed model is made of."""
 
-    versions: dict[int, BlockVersion]
+    versions: Mapping[int, BlockVersion]
 
     @property
     def summary(self) -> dict[str, int]:
         """Version by block, for people and scripts."""
-        return {f"block-{index}": found.version for index, found in sorted(self.versions.items())}
+        return {f"block-{index}": pin.version for index, pin in sorted(self.versions.items())}
 
 
-def pull(client: Calls, out: Path, told: Told = lambda _: None) -> Chosen:
-    """Fetch, check and compose; a fusion block comes with exactly the block versions that it was trained on."""
+def pull(
+    client: Calls, out: Path, progress: Callable[[str], None] = lambda _: None
+) -> ModelVersions:
+    """Fetch, check and compose. A fusion block comes with the versions that it was trained on."""
     manifest = client.manifest()
     verify(manifest, manifest.coordinator)
     config = make_config(dict(manifest.config))
     if config.fingerprint != manifest.fingerprint:
         raise RunError(
-            "the run's settings mean something else to this version of blocktrain; install the coordinator's version"
+            "the run's settings mean something else to this version of blocktrain; "
+            "install the coordinator's version"
         )
     chosen = choose_versions(client, manifest, config)
-    run = create_run(out, config, str((out / "corpus").resolve()))
+    data = str((out / "corpus").resolve())
+    run, record = _open_folder(out, manifest.run, config, data)
     for part in ("train", "valid"):
-        told(f"corpus: {part}")
+        progress(f"corpus: {part}")
         fetch(client, getattr(manifest.corpus, part), out / "corpus" / f"{part}.txt")
 
-    def weights(blob: Blob) -> bytes:
-        target = fetch(client, blob, out / "state" / blob.sha256)
+    def fetch_weights(pin: BlockVersion) -> Tensors:
+        progress(f"block {pin.block}: version {pin.version}")
+        target = fetch(client, pin.weights, out / "state" / pin.weights.sha256)
         content = target.read_bytes()
         target.unlink()
-        return content
+        return unpack(content)
 
-    told("weights")
-    compose_run(run, config, chosen.versions.values(), weights)
-    told("pool weights")
-    data = str((out / "corpus").resolve())
+    compose_run(run, config, chosen.versions.values(), fetch_weights, record.blocks)
+    blocks = {
+        str(index): PulledBlock(weights=pin.weights.sha256, file=file_sha256(run.weights(index)))
+        for index, pin in chosen.versions.items()
+    }
+    progress("pool weights")
     corpus = open_corpus(data, None, out).encode(tokenizer_of(config))
     fit_and_seal(run, config, data, corpus.calibration)
+    write_atomic(out / RECORD, write(PullRecord(run=manifest.run, blocks=blocks)))
     return chosen
 
 
-def choose_versions(client: Calls, manifest: Manifest, config: Config) -> Chosen:
-    """The newest versions by the checked ledger; with a trained fusion block, those that it names."""
+def _open_folder(out: Path, run_id: str, config: Config, data: str) -> tuple[RunFolder, PullRecord]:
+    """A new run folder, or one that was pulled from this run before."""
+    if not out.is_dir() or not any(out.iterdir()):
+        run, record = create_run(out, config, data), PullRecord(run=run_id, blocks={})
+        write_atomic(out / RECORD, write(record))  # now: a pull that is killed can be repeated
+        return run, record
+    try:
+        record = PullRecord.model_validate_json((out / RECORD).read_bytes())
+    except (OSError, ValidationError):
+        raise RunError(
+            f"{out} already holds something that was not pulled; name a new folder with --out"
+        ) from None
+    if record.run != run_id:
+        raise RunError(
+            f"{out} was pulled from run {record.run[:12]}, and this coordinator has run "
+            f"{run_id[:12]}; name another folder with --out"
+        )
+    return open_run(out).run, record
+
+
+def choose_versions(client: Calls, manifest: Manifest, config: Config) -> ModelVersions:
+    """The newest versions by the checked ledger; with a trained fusion block, those it names."""
     newest: dict[int, BlockVersion] = {first.block: first for first in manifest.blocks}
     pins: tuple[BlockVersion, ...] = ()
     last: LedgerEntry | None = None
@@ -76,31 +133,55 @@ def choose_versions(client: Calls, manifest: Manifest, config: Config) -> Chosen
         last = require_chain(page, last)
         for entry in page:
             if entry.kind == "version":
-                body = json.loads(entry.body)
-                newest[body["block"]] = _version(body)
-                if body["block"] == config.fusion:
-                    pins = tuple(_version(pin) for pin in body["features"])
+                made, features = _read_version(entry)
+                newest[made.block] = made
+                if made.block == config.fusion:
+                    pins = features
     if last is None or last.seq < manifest.number:
         raise Damaged(
             "the ledger is shorter than the signed manifest says; pull from the coordinator itself"
         )
-    return Chosen({**newest, **{pin.block: pin for pin in pins}})
+    return ModelVersions({**newest, **{pin.block: pin for pin in pins}})
 
 
-def _version(body: dict[str, Any]) -> BlockVersion:
-    return BlockVersion(
-        block=body["block"], version=body["version"], weights=Blob(**body["weights"])
-    )
+def _read_version(entry: LedgerEntry) -> tuple[BlockVersion, tuple[BlockVersion, ...]]:
+    """The version of an entry, and the versions of the other blocks that it was trained on."""
+    try:
+        body = json.loads(entry.body)
+        fields = {name: body[name] for name in BlockVersion.model_fields}
+        features = tuple(BlockVersion(**pin) for pin in body.get("features", ()))
+        return BlockVersion(**fields), features
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Damaged(
+            f"entry {entry.seq} of the ledger cannot be read; install the coordinator's version"
+        ) from None
 
 
 def compose_run(
     run: RunFolder,
     config: Config,
     versions: Iterable[BlockVersion],
-    weights: Callable[[Blob], bytes],
+    weights: Callable[[BlockVersion], Tensors],
+    present: Mapping[str, PulledBlock] | None = None,
 ) -> None:
-    """Write the weights of every block into a run folder; what a fusion block copies from the others is made again here."""
-    blocks = read_blocks(config, versions, lambda blob: unpack(weights(blob)))
+    """Write the weights of every block into a run folder, except those that are present already.
+
+    A fusion block copies from the others; the copy is made again here.
+    """
+    blocks: dict[int, Block] = {}
+    changed: set[int] = set()
+    for pin in versions:
+        known = (present or {}).get(str(pin.block))
+        path = run.weights(pin.block)
+        intact = known is not None and path.is_file() and file_sha256(path) == known.file
+        if known is not None and intact and known.weights == pin.weights.sha256:
+            blocks[pin.block] = load_block(run, config, pin.block, torch.device("cpu"))
+            continue
+        blocks[pin.block] = build_block(config, pin.block)
+        put_weights(blocks[pin.block], weights(pin))
+        changed.add(pin.block)
+    if changed and config.fusion is not None:
+        changed.add(config.fusion)
     composition_of(config).connect(config, blocks)
-    for index, block in blocks.items():
-        publish(run, index, block)
+    for index in sorted(changed):
+        publish(run, index, blocks[index])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,6 @@ class Plan:
     def corpus(self) -> Corpus:
         """The tokens that the model reads."""
         return self.source.open().encode(tokenizer_of(self.config))
-
-
-Told = Callable[[int, int, float], None]
-"""(block, steps made, loss)"""
 
 
 def train_reference(channel: Channel, plan: Plan) -> None:
