@@ -1,4 +1,4 @@
-"""Lines that lose answers and break again and again: every update counts once, and little is sent twice."""
+"""Connections that lose answers and break: every update counts once, and little is sent twice."""
 
 from __future__ import annotations
 

@@ -1,27 +1,30 @@
-"""A worker process of `blocktrain train`: the same loop as everywhere, on this machine's own coordinator, for one block."""
+"""A worker process of `blocktrain train`: the usual loop, for one block of the local coordinator.
+
+Apart from `local`, so that this process does not load the coordinator.
+"""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import RunError
 from blocktrain.learning.train import pick_device
 from blocktrain.processes import Channel
 from blocktrain.runs.results import REPORT_SECONDS, peak_mb
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
-from blocktrain.worker.slots import own_identity
+from blocktrain.worker.state import own_identity
 
 AWAY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class LocalWorker:
     """Where a worker process finds its coordinator, and what it may use."""
 
     url: str
@@ -32,57 +35,49 @@ class Seat:
     steps: int  # of each block
 
 
-def work(channel: Channel, seat: Seat) -> None:
-    """The work of one process: the block that the coordinator gives it, to its end. The next block is for another process."""
-    torch.set_num_threads(seat.threads)
-    client = HttpClient(seat.url, seat.token)
-    machine = Machine(str(pick_device(seat.device)))
-    reporter = Reporter(channel, seat.steps)
-    with own_identity(seat.cache) as identity:
-        worker = Worker(client, seat.cache, identity, machine, reporter.told, shared=True)
-        worker.run(lambda: channel.stopped or reporter.deserted, lambda: reporter.done)
-    if reporter.deserted:
+def work(channel: Channel, options: LocalWorker) -> None:
+    """Train one block, the one that the coordinator gives this process, to its end."""
+    torch.set_num_threads(options.threads)
+    client = HttpClient(options.url, options.token)
+    machine = Machine(str(pick_device(options.device)))
+    reporter = ChannelReporter(channel, options.steps)
+    with own_identity(options.cache) as identity:
+        worker = Worker(client, options.cache, identity, machine, reporter.emit, shared=True)
+        worker.run(lambda: channel.stopped or reporter.coordinator_lost, lambda: reporter.done)
+    if reporter.coordinator_lost:
         raise RunError(
-            "the coordinator in the main process does not answer any more; continue with --resume"
+            "the coordinator in the main process no longer answers; continue with --resume"
         )
 
 
 @dataclass
-class Reporter:
-    """Turns a worker's events into those of the run folder."""
+class ChannelReporter:
+    """Passes a worker's events on as those of the run folder."""
 
     channel: Channel
     steps: int
+    clock: Clock = field(default_factory=SystemClock)
     block: int = 0
-    said: float = 0.0
+    reported: float = 0.0
     losses: list[float] = field(default_factory=list)
     away: float | None = None
     done: bool = False  # the last steps of a block are trained and accepted
 
     @property
-    def deserted(self) -> bool:
+    def coordinator_lost(self) -> bool:
         """Whether the coordinator, which is on this very machine, was silent for too long."""
-        return self.away is not None and time.monotonic() - self.away > AWAY_SECONDS
+        return self.away is not None and self.clock.monotonic() - self.away > AWAY_SECONDS
 
-    def told(self, kind: str, /, **fields: Any) -> None:
-        """Something happened. The channel is for one thread: what comes from others is not passed on."""
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        """The channel is for one thread: events of other threads are not passed on."""
         if kind in ("away", "back"):
-            self.away = time.monotonic() if kind == "away" else None
+            self.away = self.clock.monotonic() if kind == "away" else None
         elif kind == "fresh":
             self.channel.send(**fields, kind="state_lost")
         elif kind == "task":
             self.block = fields["block"]
         elif kind == "step":
-            self.losses.append(fields["loss"])
-            now = time.monotonic()
-            if now - self.said > REPORT_SECONDS or fields["step"] == self.steps:
-                self.channel.send(
-                    kind="step",
-                    block=self.block,
-                    step=fields["step"],
-                    loss=sum(self.losses) / len(self.losses),
-                )
-                self.said, self.losses = now, []
+            self._step(fields["step"], fields["loss"])
         elif kind == "trained":
             self.channel.send(
                 kind="trained",
@@ -93,3 +88,11 @@ class Reporter:
             )
         elif kind == "accepted":
             self.done = fields["step"] == self.steps
+
+    def _step(self, step: int, loss: float) -> None:
+        self.losses.append(loss)
+        now = self.clock.monotonic()
+        if now - self.reported > REPORT_SECONDS or step == self.steps:
+            mean = sum(self.losses) / len(self.losses)
+            self.channel.send(kind="step", block=self.block, step=step, loss=mean)
+            self.reported, self.losses = now, []

@@ -1,4 +1,7 @@
-"""`blocktrain worker`: one worker process, its signals, and what it says on the terminal or as JSON lines."""
+"""`blocktrain worker`: one worker process, its signals, and its output.
+
+On a terminal it shows a status line, without one it writes a plain log, with --json JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,32 @@ import platform
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.live import Live
 from rich.text import Text
 
+from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import ConfigError
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
-from blocktrain.terminal import console
+from blocktrain.terminal import amount, console
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
-from blocktrain.worker.slots import own_identity
+from blocktrain.worker.retries import EventHandler
+from blocktrain.worker.state import own_identity
 
 REPORT_SECONDS = 0.5
-STOP_SECONDS = 5.0  # until a stop that nobody notices ends the process
+STOP_SECONDS = 5.0  # until a stop that the work does not notice ends the process
+WAITING_SECONDS = 60.0  # between two log lines about the same wait
+LARGE_DOWNLOAD = 10**7  # bytes that deserve a line of their own
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -45,7 +52,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the command line says."""
+    """The options of the command line."""
 
     url: str
     token: str
@@ -58,21 +65,20 @@ class WorkerOptions:
 
 
 def run_worker(options: WorkerOptions) -> int:
-    """Work for a coordinator until its run is finished or the user stops it; the exit code."""
+    """Work until the run is finished or the user stops it; returns the exit code."""
     device = str(pick_device(options.device))
-    if (
-        device == "cpu"
-    ):  # the same bits as in an audit; a machine with many cores runs many workers, or they would get in each other's way
+    if device == "cpu":
+        # The same bits as in an audit. A machine with many cores runs many workers instead:
+        # their threads would slow each other down.
         torch.set_num_threads(1)
     memory = parse_bytes(options.memory) if options.memory else _machine_memory(device)
     machine = Machine(device, memory, as_name(options.name or platform.node()))
     client = HttpClient(options.url, options.token, ca=options.ca)
-    screen: JsonLines | Screen = JsonLines() if options.json else Screen()
+    output = make_output(as_json=options.json)
     try:
-        with own_identity(options.cache) as identity, screen, _signals(screen) as asked:
-            Worker(client, options.cache, identity, machine, screen.told).run(
-                asked.stopping.is_set, asked.finishing.is_set
-            )
+        with own_identity(options.cache) as identity, output, stop_signals(output.emit) as stop:
+            worker = Worker(client, options.cache, identity, machine, output.emit)
+            worker.run(stop.now.is_set, stop.after_task.is_set)
     finally:
         client.close()
     return 0
@@ -86,12 +92,14 @@ def parse_bytes(text: str) -> int:
     try:
         if match is None:
             raise ValueError
-        found = int(float(match[1]) * _UNITS[match[2]])
-        if not 0 < found < 2**53:
+        count = int(float(match[1]) * _UNITS[match[2]])
+        if not 0 < count < 2**53:
             raise ValueError
     except (ValueError, KeyError):
-        raise ConfigError(f"{text!r} is no amount of memory; write it like 8GB or 512MiB") from None
-    return found
+        raise ConfigError(
+            f"{text!r} is not an amount of memory; write it like 8GB or 512MiB"
+        ) from None
+    return count
 
 
 def _machine_memory(device: str) -> int:
@@ -101,88 +109,143 @@ def _machine_memory(device: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class StopRequest:
     """What the user has asked for by signals."""
 
-    finishing: threading.Event = field(
-        default_factory=threading.Event
-    )  # end after the current task
-    stopping: threading.Event = field(default_factory=threading.Event)  # end with the current step
+    after_task: threading.Event = field(default_factory=threading.Event)
+    now: threading.Event = field(default_factory=threading.Event)  # with the current step
 
 
 @contextmanager
-def _signals(screen: JsonLines | Screen) -> Iterator[_Asked]:
-    """Ctrl-C finishes the task; a second one, or SIGTERM, stops the work, and ends the process if the work does not notice.
+def stop_signals(emit: EventHandler) -> Iterator[StopRequest]:
+    """Ctrl-C finishes the task. A second one, or SIGTERM, stops at once.
 
-    A handler interrupts code that may hold a lock, or swallow what is raised in it: it only puts the signal where a thread finds it.
+    If the work does not notice a stop in time, the process ends all the same: everything that
+    counts is on the disk. A signal handler interrupts code that may hold a lock, or that swallows
+    what is raised in it. So it only queues the signal, and a thread acts on it.
     """
-    asked, signals = _Asked(), SimpleQueue[int | None]()
+    stop, signals = StopRequest(), SimpleQueue[int | None]()
 
-    def leaving() -> None:
+    def finish_task() -> None:
         with suppress(OSError):
-            screen.told("leaving", reason="finishing the task; press again to abandon it")
-        asked.finishing.set()
+            emit("leaving", reason="finishing the task; press again to abandon it")
+        stop.after_task.set()
 
-    def heed() -> None:
+    def act() -> None:
         again = False
         while (number := signals.get()) is not None:
             if number == signal.SIGTERM or again:
-                asked.stopping.set()
+                stop.now.set()
                 try:
                     if signals.get(timeout=STOP_SECONDS) is None:
                         return
                 except Empty:
                     pass
                 console.show_cursor()
-                os._exit(
-                    0
-                )  # in a long download, or a call that nobody answers: all that counts is on the disk
+                os._exit(0)  # in a long download, or a call without an answer
             again = True
-            # By a thread of its own: whoever reads what is said may be gone, or not read, and the next signal counts all the same.
-            threading.Thread(target=leaving, name="leaving", daemon=True).start()
+            # In a thread: writing the event may block, and the next signal counts all the same.
+            threading.Thread(target=finish_task, name="leaving", daemon=True).start()
 
     before = {
         number: signal.signal(number, lambda number, _: signals.put(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    threading.Thread(target=heed, name="signals", daemon=True).start()
+    threading.Thread(target=act, name="signals", daemon=True).start()
     try:
-        yield asked
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         signals.put(None)
 
 
-class JsonLines:
-    """Every event as a line of JSON on stdout; steps not more often than twice a second."""
+class WorkerOutput(Protocol):
+    """Where the events of a worker go."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> WorkerOutput: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def emit(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def make_output(*, as_json: bool) -> WorkerOutput:
+    if as_json:
+        return JsonOutput()
+    return TerminalOutput() if console.is_terminal else LogOutput()
+
+
+class JsonOutput:
+    """Every event as a line of JSON on stdout; steps at most twice a second."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._mutex = threading.Lock()
-        self._said = 0.0
+        self._last_step = 0.0
 
-    def __enter__(self) -> JsonLines:
+    def __enter__(self) -> JsonOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def told(self, kind: str, /, **fields: Any) -> None:
-        """Something happened."""
+    def emit(self, kind: str, /, **fields: Any) -> None:
         with self._mutex:
-            now = time.monotonic()
+            now = self._clock.monotonic()
             if kind == "step":
-                if now - self._said < REPORT_SECONDS and fields["step"] < fields["of"]:
+                if now - self._last_step < REPORT_SECONDS and fields["step"] < fields["of"]:
                     return
-                self._said = now
-            line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}) + "\n"
-            print(
-                line, end="", flush=True
-            )  # in one piece: the process may be ended between a line and its end
+                self._last_step = now
+            event = {"time": round(self._clock.time(), 3), "kind": kind, **fields}
+            # In one piece: the process may be ended between a line and its newline.
+            print(json.dumps(event) + "\n", end="", flush=True)
 
 
-class Screen:
-    """A line that shows where the task is, and a line for everything that a person should know."""
+class LogOutput:
+    """Every event but steps as a plain line with a timestamp on stderr, for logs of services."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._mutex = threading.Lock()
+        self._steps = 0  # of the current task
+        self._waiting = ("", 0.0)  # why, and when that was last logged
+
+    def __enter__(self) -> LogOutput:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        with self._mutex:
+            if kind == "task":
+                self._steps = fields["steps"]
+            if kind == "waiting" and self._repeated(fields["code"]):
+                return
+            if kind != "waiting":
+                self._waiting = ("", 0.0)
+            if line := log_line(kind, fields, self._steps):
+                now = datetime.fromtimestamp(self._clock.time()).astimezone()
+                console.print(
+                    f"{now.isoformat(timespec='seconds')} {line}",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
+
+    def _repeated(self, code: str) -> bool:
+        """Whether this wait was logged a moment ago: a worker asks again every few seconds."""
+        known, logged = self._waiting
+        now = self._clock.monotonic()
+        if code == known and now - logged < WAITING_SECONDS:
+            return True
+        self._waiting = (code, now)
+        return False
+
+
+class TerminalOutput:
+    """A status line of the current task, and a line for every event that a person should know."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -190,48 +253,77 @@ class Screen:
         self._task: dict[str, Any] = {}
         self._accepted = self._sent = 0
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> TerminalOutput:
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def told(self, kind: str, /, **fields: Any) -> None:
-        """Something happened."""
+    def emit(self, kind: str, /, **fields: Any) -> None:
         with self._mutex:
             if kind == "accepted":
                 self._accepted += 1
                 self._sent += fields["bytes"]
             if kind in ("task", "step"):
                 self._task |= fields
-            line = _sentence(kind, fields)
-            if line:
+            if line := sentence(kind, fields):
                 self._live.console.print(line, highlight=False, markup=False)
-            self._live.update(Text(self._line(kind, fields)))
+            self._live.update(Text(self._status(kind, fields)))
 
-    def _line(self, kind: str, fields: dict[str, Any]) -> str:
+    def _status(self, kind: str, fields: dict[str, Any]) -> str:
         done = f"{self._accepted} updates accepted, {self._sent / 1e6:.1f} MB sent"
         if kind == "waiting":
             return f"waiting: {fields['reason']} | {done}"
         if "loss" not in self._task:
             return f"{kind} | {done}"
         t = self._task
-        return f"block {t['block']}  task {t['task']}  version {t['base']}  step {t['step']} of {t['of']}  loss {t['loss']:.3f} | {done}"
+        return (
+            f"block {t['block']}  task {t['task']}  version {t['base']}  "
+            f"step {t['step']} of {t['of']}  loss {t['loss']:.3f} | {done}"
+        )
 
 
-def _sentence(kind: str, fields: dict[str, Any]) -> str:
-    """What is worth a line of its own."""
+def log_line(kind: str, fields: dict[str, Any], steps: int) -> str:
+    """A log line for an event; empty for those that are too frequent. `steps` of the task."""
+    where = f"block {fields.get('block')} task {fields.get('task')}"
+    if kind == "task":
+        return f"{where}: {steps} steps from version {fields['base']}, step {fields['start']}"
+    if kind == "trained":
+        rate = steps / max(fields["seconds"], 1e-9)
+        size = amount(fields["bytes"])
+        return f"{where}: trained, loss {fields['loss']:.4f}, {rate:.1f} steps/s, sending {size}"
+    if kind == "sending":
+        return f"{where}: still sending; asking for the next task"
+    if kind == "resending":
+        return f"{where}: sending the update again"
+    if kind == "accepted":
+        return f"{where}: accepted, {amount(fields['bytes'])} sent; {fields['sentence']}"
+    if kind == "waiting":
+        return f"waiting: {fields['reason']}"
+    if kind == "fetching":
+        return f"fetching {amount(fields['bytes'])}"
+    return sentence(kind, fields)
+
+
+def sentence(kind: str, fields: dict[str, Any]) -> str:
+    """An event that a person should know; empty for all others."""
     if kind == "joined":
-        return f"joined run {fields['run'][:12]} as worker {fields['worker'][:12]}: {fields['blocks']} blocks, corpus {fields['corpus']}"
-    if kind == "fetching" and fields["bytes"] > 10**7:
-        return f"fetching {fields['bytes'] / 1e6:.0f} MB"
+        return (
+            f"joined run {fields['run'][:12]} as worker {fields['worker'][:12]}: "
+            f"{fields['blocks']} blocks, corpus {fields['corpus']}"
+        )
+    if kind == "fetching" and fields["bytes"] > LARGE_DOWNLOAD:
+        return f"fetching {amount(fields['bytes'])}"
     if kind in ("refused", "abandoned"):
         return f"task {fields.get('task', '')} {kind}: {fields['reason']}"
     if kind == "fresh":
-        return f"block {fields['block']} begins with a fresh optimizer: this machine has no state that task {fields['task']} continues"
+        return (
+            f"block {fields['block']} starts with a fresh optimizer: this machine does not have "
+            f"the state that task {fields['task']} continues"
+        )
     if kind == "away":
-        return f"the coordinator is away ({fields['reason']}); trying again until it is back"
+        return f"lost the coordinator ({fields['reason']}); retrying until it is back"
     if kind == "back":
         return "the coordinator is back"
     if kind in ("left", "leaving", "rejoin"):

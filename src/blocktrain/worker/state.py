@@ -1,16 +1,23 @@
-"""What a worker keeps on its disk of one block, so that it may be killed at any moment.
+"""What a worker keeps on its disk, so that it may be killed at any moment.
+
+identities/N.pem      the key of the machine's N-th worker; N.lock is held while that worker runs
+
+and for each block:
 
 state.safetensors     optimizer moments and compression residual after the last accepted task
 pending.safetensors   the same after a task that is trained and not yet answered
 pending.payload       the update itself
-pending.json          the task and the submission; written last and removed first, so that it vouches for the other two
-paused.safetensors    weights and moments in the middle of a task, when the worker was told to stop there
+pending.json          the task and the submission. Written last and removed first: while it is
+                      there, the other two are complete
+paused.safetensors    checkpoint in the middle of a task, when the worker was stopped there
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +25,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from blocktrain.errors import RunError
+from blocktrain.errors import IdentityError, RunError
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.learning.train import read_state, write_state
+from blocktrain.protocol.identity import Identity, open_identity
 from blocktrain.protocol.messages import (
     Count,
     Held,
@@ -34,12 +42,39 @@ from blocktrain.protocol.messages import (
 )
 from blocktrain.protocol.tensors import Tensors
 
+MAX_WORKERS = 1024  # of one machine
 _RESIDUAL = "residual."
 _WEIGHT = "weight."
 
 
-class Facts(Message):
-    """Where a state comes from and what it continues to."""
+@contextmanager
+def own_identity(cache: Path) -> Iterator[Identity]:
+    """The first key under cache/identities that no other process uses; created if needed.
+
+    So each worker of a machine has its own key, and finds it again at its next start.
+    """
+    folder = cache / "identities"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise IdentityError(
+            f"cannot write {folder}: {error.strerror or error}; name another folder with --cache"
+        ) from None
+    for number in range(MAX_WORKERS):
+        with (folder / f"{number}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield open_identity(folder / f"{number}.pem")
+            return
+    raise IdentityError(
+        f"{MAX_WORKERS} workers use {folder} already; name another folder with --cache"
+    )
+
+
+class Provenance(Message):
+    """Which tasks left a training state, and which order continues it."""
 
     optimizer: Number | None = None
     """The task that left the moments."""
@@ -47,12 +82,12 @@ class Facts(Message):
     """The task that left the residual."""
     lineage: Sha256 | None = None
     version: Count = 0
-    """The version that the task makes if nobody else has a part in it."""
+    """The version that the task makes if no other update is merged with it."""
     step: Count = 0
     """Where the schedule continues."""
 
-    def fit(self, order: Order) -> bool:
-        """Whether an order continues this state: it says so, or it begins exactly where this ends."""
+    def fits(self, order: Order) -> bool:
+        """Whether an order continues this state: by name, or because it begins where this ends."""
         if self.optimizer is None:
             return False
         return self.optimizer == order.continues.optimizer or (self.version, self.step) == (
@@ -62,39 +97,42 @@ class Facts(Message):
 
 
 @dataclass
-class Kept:
-    """Moments and residual with their origin; all empty: fresh."""
+class TrainingState:
+    """Optimizer moments and compression residual. Empty: a fresh start."""
 
-    facts: Facts = field(default_factory=Facts)
+    origin: Provenance = field(default_factory=Provenance)
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     residual: Tensors = field(default_factory=dict)
 
 
-class Pending(Message):
-    """A trained task and what is said about it; the signature, nonce and time are made anew whenever it is sent."""
+class PendingUpdate(Message):
+    """A trained task and its submission. Signature, nonce and time are renewed at each attempt."""
 
     task: Task
     submission: Submission
 
     def answers(self, order: Order) -> bool:
-        """Whether this is what an order asks for; what it really continued is in the submission."""
+        """Whether an order asks for this. What it really continued is in the submission."""
         mine = self.task.order.model_copy(update={"continues": order.continues})
         return mine == order
 
 
-class Pause(Message):
-    """Where in a task a worker was told to stop, and what it had begun with."""
+class CheckpointInfo(Message):
+    """Where in a task a worker was stopped, and which state the task had started from."""
 
     order: Order
-    began: Facts
+    began: Provenance
     step: Count
     first_loss: float
     last_loss: float
     seconds: float
-    """That the steps up to here took."""
+    """That the steps so far took."""
 
-    def fits(self, order: Order, began: Facts) -> bool:
-        """Whether it is on the way to what an order asks for, from the same optimizer; the residual has no part in training."""
+    def fits(self, order: Order, began: Provenance) -> bool:
+        """Whether it is on the way to an order, from the same optimizer state.
+
+        The residual may differ: it has no part in training.
+        """
         same_order = self.order.model_copy(update={"continues": order.continues}) == order
         return same_order and (self.began.optimizer, self.began.lineage) == (
             began.optimizer,
@@ -103,10 +141,8 @@ class Pause(Message):
 
 
 @dataclass
-class Halfway:
-    """A task that was begun: what is told about it, and the weights and moments that it has come to."""
-
-    pause: Pause
+class TaskCheckpoint:
+    info: CheckpointInfo
     weights: Tensors
     moments: Mapping[str, Tensor]
 
@@ -118,99 +154,79 @@ class BlockFolder:
         self.path = path
         self._state, self._next = path / "state.safetensors", path / "pending.safetensors"
         self._payload, self._note = path / "pending.payload", path / "pending.json"
-        self._halfway = path / "paused.safetensors"
+        self._checkpoint = path / "paused.safetensors"
 
-    def load(self) -> Kept:
-        """The state after the last accepted task; an unreadable one is as good as none."""
+    def load(self) -> TrainingState:
+        """The state after the last accepted task. An unreadable one counts as none."""
         if not self._state.exists():
-            return Kept()
+            return TrainingState()
         try:
             tensors, note = read_state(self._state)
-            facts = Facts.model_validate_json(note)
+            origin = Provenance.model_validate_json(note)
         except (RunError, ValidationError):
-            return Kept()
-        residual = {
-            k.removeprefix(_RESIDUAL): t.numpy()
-            for k, t in tensors.items()
-            if k.startswith(_RESIDUAL)
-        }
-        return Kept(
-            facts, {k: t for k, t in tensors.items() if not k.startswith(_RESIDUAL)}, residual
-        )
+            return TrainingState()
+        return TrainingState(origin, *_split(tensors, _RESIDUAL))
 
-    def save(self, after: Kept, pending: Pending, payload: bytes) -> None:
-        """Keep a trained task until it is answered; durable when this returns."""
+    def save(self, after: TrainingState, pending: PendingUpdate, payload: bytes) -> None:
+        """Keep a trained task until it is answered. It is durable when this returns."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._note.unlink(missing_ok=True)
-        self._halfway.unlink(missing_ok=True)
-        tensors = {
-            **after.moments,
-            **{_RESIDUAL + name: torch.from_numpy(t) for name, t in after.residual.items()},
-        }
+        self._checkpoint.unlink(missing_ok=True)
         write_atomic(self._payload, payload)
-        write_state(self._next, tensors, after.facts.model_dump_json())
+        tensors = _join(after.moments, _RESIDUAL, after.residual)
+        write_state(self._next, tensors, after.origin.model_dump_json())
         write_atomic(self._note, write(pending))
 
-    def halt(self, halfway: Halfway) -> None:
-        """Keep a task that is to be continued where it is."""
+    def save_checkpoint(self, checkpoint: TaskCheckpoint) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            **halfway.moments,
-            **{_WEIGHT + name: torch.from_numpy(t) for name, t in halfway.weights.items()},
-        }
-        write_state(self._halfway, tensors, halfway.pause.model_dump_json())
+        tensors = _join(checkpoint.moments, _WEIGHT, checkpoint.weights)
+        write_state(self._checkpoint, tensors, checkpoint.info.model_dump_json())
 
-    def halfway(self, order: Order, began: Facts) -> Halfway | None:
-        """The same task, begun with the same state by whoever was told to stop; whatever else lies there is of no use any more."""
-        if not self._halfway.exists():
+    def load_checkpoint(self, order: Order, began: Provenance) -> TaskCheckpoint | None:
+        """The checkpoint of this very task, from the same state. Any other one is deleted."""
+        if not self._checkpoint.exists():
             return None
         try:
-            tensors, note = read_state(self._halfway)
-            pause = Pause.model_validate_json(note)
-            if pause.fits(order, began):
-                weights = {
-                    k.removeprefix(_WEIGHT): t.numpy()
-                    for k, t in tensors.items()
-                    if k.startswith(_WEIGHT)
-                }
-                return Halfway(
-                    pause, weights, {k: t for k, t in tensors.items() if not k.startswith(_WEIGHT)}
-                )
+            tensors, note = read_state(self._checkpoint)
+            info = CheckpointInfo.model_validate_json(note)
+            if info.fits(order, began):
+                moments, weights = _split(tensors, _WEIGHT)
+                return TaskCheckpoint(info, weights, moments)
         except (RunError, ValidationError):
             pass
-        self._halfway.unlink(missing_ok=True)
+        self._checkpoint.unlink(missing_ok=True)
         return None
 
-    def rewrite(self, pending: Pending) -> None:
+    def rewrite(self, pending: PendingUpdate) -> None:
         """The same update under another lease."""
         write_atomic(self._note, write(pending))
 
-    def pending(self) -> Pending | None:
+    def pending(self) -> PendingUpdate | None:
         """The trained task that has no answer yet."""
         try:
-            found = Pending.model_validate_json(self._note.read_bytes())
+            pending = PendingUpdate.model_validate_json(self._note.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError):
             self.refuse()
             return None
-        if not self._next.exists():  # killed while it was being accepted
+        if not self._next.exists():  # killed in the middle of `accept`
             self._forget()
             return None
-        return found
+        return pending
 
     def payload(self) -> bytes:
-        """The update that is pending."""
+        """The bytes of the pending update."""
         return self._payload.read_bytes()
 
     def accept(self) -> None:
-        """The pending update counts: its state is the one to go on from."""
+        """The pending update counts: the next task continues its state."""
         self._next.replace(self._state)
         sync_folder(self.path)
         self._forget()
 
     def refuse(self) -> None:
-        """The pending update does not count: nothing of it may be continued."""
+        """The pending update does not count: nothing may continue its state."""
         self._forget()
         self._next.unlink(missing_ok=True)
 
@@ -219,23 +235,25 @@ class BlockFolder:
         self._payload.unlink(missing_ok=True)
 
 
-class Cabinet:
-    """The folders of one worker. `shared` is for workers that never train the same block at once: they share the blocks' states."""
+class WorkerCache:
+    """The folders of one worker.
+
+    `shared` is for workers that never train the same block at once: they share the blocks' states.
+    """
 
     def __init__(self, cache: Path, worker: str, *, shared: bool) -> None:
         self.cache, self.worker, self.shared = cache, worker, shared
         self._last = cache / "workers" / f"{worker}.json"
 
     def weights(self, run: str) -> Path:
-        """For the weights that this worker has fetched."""
+        """Where the weights are that this worker has fetched."""
         return self.cache / "runs" / run / "weights" / self.worker
 
     def block(self, run: str, index: int) -> BlockFolder:
-        """The files of a block."""
         return BlockFolder(self._states(run) / f"block-{index}")
 
     def blocks(self, run: str) -> list[BlockFolder]:
-        """All blocks of a run that something is kept of."""
+        """All blocks of a run that have a folder."""
         return [BlockFolder(path) for path in sorted(self._states(run).glob("block-*"))]
 
     def _states(self, run: str) -> Path:
@@ -243,14 +261,15 @@ class Cabinet:
         return folder if self.shared else folder / self.worker
 
     def trust(self, run: str, key: str) -> None:
-        """Remember the key of a run's coordinator; another one later is an error."""
+        """Remember the key of a run's coordinator. A different key later is an error."""
         path = self.cache / "runs" / run / "coordinator.key"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, key.encode())
         elif path.read_text(encoding="ascii") != key:
             raise RunError(
-                f"this is not the coordinator that the run began with: its key is not the one in {path}"
+                "this is not the coordinator that the run began with: its key is not the one in "
+                f"{path}; ask its operator, and delete that file if the change is intended"
             )
 
     def remember(self, run: str, block: int) -> None:
@@ -259,15 +278,31 @@ class Cabinet:
         write_atomic(self._last, json.dumps({"run": run, "block": block}).encode())
 
     def held(self) -> Held | None:
-        """The state of the block that was trained last; an update that waits for its answer is taken for accepted."""
+        """The state of the block that was trained last. A pending update counts as accepted."""
         try:
             last = json.loads(self._last.read_bytes())
             folder = self.block(last["run"], last["block"])
-            facts, pending = folder.load().facts, folder.pending()
+            origin, pending = folder.load().origin, folder.pending()
             return Held(
                 block=last["block"],
-                optimizer=pending.task.task if pending else facts.optimizer,
-                residual=facts.residual,
+                optimizer=pending.task.task if pending else origin.optimizer,
+                residual=origin.residual,
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def _join(moments: Mapping[str, Tensor], prefix: str, arrays: Tensors) -> dict[str, Tensor]:
+    """Moments, and arrays under a prefix, as the tensors of one file."""
+    return {**moments, **{prefix + name: torch.from_numpy(a) for name, a in arrays.items()}}
+
+
+def _split(tensors: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, Tensor], Tensors]:
+    """The inverse of `_join`."""
+    moments = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
+    arrays = {
+        name.removeprefix(prefix): t.numpy()
+        for name, t in tensors.items()
+        if name.startswith(prefix)
+    }
+    return moments, arrays

@@ -1,4 +1,4 @@
-"""What a worker has at hand: the blobs it fetched, and the one trainer with the state that its next task continues."""
+"""One task: the blobs it needs, and the trainer with the state that it continues."""
 
 from __future__ import annotations
 
@@ -20,62 +20,66 @@ from blocktrain.protocol.ledger import lineage
 from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.web.client import fetch
-from blocktrain.worker.state import Facts, Halfway, Kept, Pause
-from blocktrain.worker.transport import Line
+from blocktrain.worker.session import WorkerSession
+from blocktrain.worker.state import CheckpointInfo, Provenance, TaskCheckpoint, TrainingState
 
-BYTES_OF_A_PARAMETER = 16  # weight, gradient, and the two moments of AdamW
-SAVED_PER_LAYER = (
-    24  # floats of width size that autograd keeps of one position in one layer (bench memory)
-)
+BYTES_PER_PARAMETER = 16  # weight, gradient, and the two moments of AdamW
+# Floats per position, layer and unit of width that autograd keeps (measured by `bench memory`).
+SAVED_PER_LAYER = 24
 
 
 def footprint(config: Config, index: int) -> int:
-    """About how many bytes training a block takes: state, gradients, activations, and for fusion the blocks that it reads."""
+    """About how many bytes training a block takes.
+
+    Weights, gradients, moments and activations; for a fusion block also the blocks that it reads.
+    """
     width, vocabulary = config.width, tokenizer_of(config).vocabulary
     block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * vocabulary * width
     reads = config.reads(index)
     saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * vocabulary + 4 * reads * width
-    own = (block + 3 * reads * width**2) * BYTES_OF_A_PARAMETER
+    own = (block + 3 * reads * width**2) * BYTES_PER_PARAMETER
     return own + 4 * config.batch * config.context * saved + 4 * reads * block
 
 
 def corpus_folder(cache: Path, corpus: m.Corpus) -> Path:
-    """Where the two files of a corpus are, whatever run they are for."""
+    """Where the two files of a corpus are. Runs with the same corpus share it."""
     return cache / "corpora" / f"{corpus.train.sha256[:32]}-{corpus.valid.sha256[:32]}"
 
 
 class Downloads:
-    """Blobs by hash, in files: the corpus shared by all workers of a machine, weights of this worker alone."""
+    """Blobs by hash, in files. All workers of a machine share a corpus; weights are per worker."""
 
-    def __init__(self, line: Line, cache: Path, weights: Path, stopped: Callable[[], bool]) -> None:
-        self._line, self._cache, self._weights, self._stopped = line, cache, weights, stopped
+    def __init__(
+        self, session: WorkerSession, cache: Path, weights: Path, stopped: Callable[[], bool]
+    ) -> None:
+        self._session, self._stopped = session, stopped
+        self._cache, self._weights = cache, weights
 
     def corpus(self, corpus: m.Corpus) -> Corpus:
-        """The corpus of a run; fetched once, also when several workers start together."""
+        """The corpus of a run. Fetched once, also when several workers start together."""
         folder = corpus_folder(self._cache, corpus)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
-                if not _holds(
-                    folder / name, blob
-                ):  # damaged on the disk: what is trained on it could not be checked by anyone
+                # An audit could not repeat what is trained on a damaged copy.
+                if not _is_intact(folder / name, blob):
                     (folder / name).unlink(missing_ok=True)
                 self._fetch(blob, folder / name)
-        found = open_corpus(str(folder), None, self._cache)
-        return replace(found, name=corpus.name)
+        opened = open_corpus(str(folder), None, self._cache)
+        return replace(opened, name=corpus.name)
 
     def tensors(self, blob: m.Blob) -> Tensors:
-        """Weights, after their bytes were found to be those of the name."""
+        """Weights, after their bytes have been checked against their hash."""
         path = self._weights / blob.sha256
         content = self._fetch(blob, path).read_bytes()
-        if sha256(content) != blob.sha256:  # the disk has changed it
+        if sha256(content) != blob.sha256:  # damaged on the disk
             path.unlink()
             content = self._fetch(blob, path).read_bytes()
         return unpack(content)
 
-    def keep(self, needed: Iterable[m.Blob]) -> None:
-        """Remove weights that are not needed any more."""
+    def keep_only(self, needed: Iterable[m.Blob]) -> None:
+        """Delete all other weights."""
         names = {blob.sha256 for blob in needed}
         for path in self._weights.glob("*"):
             if path.name not in names:
@@ -85,14 +89,15 @@ class Downloads:
         if target.exists() and target.stat().st_size == blob.length:
             return target
         target.unlink(missing_ok=True)
-        line = self._line
-        line.told("fetching", sha256=blob.sha256, bytes=blob.length)
-        return line.insist(
-            lambda: fetch(line.client, blob, target, worker=line.identity.worker), self._stopped
+        session = self._session
+        session.emit("fetching", sha256=blob.sha256, bytes=blob.length)
+        return session.retry(
+            lambda: fetch(session.client, blob, target, worker=session.identity.worker),
+            self._stopped,
         )
 
 
-def _holds(path: Path, blob: m.Blob) -> bool:
+def _is_intact(path: Path, blob: m.Blob) -> bool:
     if not path.exists() or path.stat().st_size != blob.length:
         return False
     with path.open("rb") as file:
@@ -100,94 +105,88 @@ def _holds(path: Path, blob: m.Blob) -> bool:
 
 
 @dataclass
-class Desk:
-    """One block being trained: its trainer, and where the trainer's optimizer and the residual come from."""
+class BlockTraining:
+    """One block in training: its trainer, and the origin of the optimizer state and residual."""
 
     trainer: Trainer
-    facts: Facts = field(default_factory=Facts)
+    origin: Provenance = field(default_factory=Provenance)
     residual: Tensors = field(default_factory=dict)
     base: Tensors = field(default_factory=dict)
     reads: tuple[str, ...] = ()  # hashes of the weights that a fusion block reads
-    known: tuple[str, Tensors] | None = (
-        None  # the hash that the weights at hand have as a version, if nobody else has a part in it
-    )
+    # The weights of the last task, by the hash of the version that they are if no other update is
+    # merged with them. Saves fetching what this worker has just sent.
+    own_version: tuple[str, Tensors] | None = None
 
     @property
     def block(self) -> int:
-        """The block's number."""
         return self.trainer.index
-
-    def take(self, kept: Kept) -> None:
-        """Continue with another state."""
-        self.trainer.restore(kept.moments)
-        self.facts, self.residual = kept.facts, kept.residual
-
-    def begin(self, order: m.Order, weights: Callable[[m.Blob], Tensors]) -> None:
-        """Put the trainer where the order begins."""
-        self.base = (
-            self.known[1]
-            if self.known and self.known[0] == order.weights.sha256
-            else weights(order.weights)
-        )
-        self.known = None
-        self.trainer.load_weights(self.base)
-        self.trainer.step, self.trainer.stream = order.start_step, order.stream
 
     @property
     def continued(self) -> m.Lineage:
-        """What the optimizer and the residual at hand were left by."""
-        return m.Lineage(optimizer=self.facts.optimizer, residual=self.facts.residual)
+        """The tasks that left the optimizer state and the residual."""
+        return m.Lineage(optimizer=self.origin.optimizer, residual=self.origin.residual)
 
-    def halfway(self, order: m.Order, losses: Sequence[float], seconds: float) -> Halfway:
+    def load_state(self, state: TrainingState) -> None:
+        self.trainer.restore(state.moments)
+        self.origin, self.residual = state.origin, state.residual
+
+    def begin(self, order: m.Order, weights: Callable[[m.Blob], Tensors]) -> None:
+        """Put the trainer where the order begins."""
+        own, self.own_version = self.own_version, None
+        known = own is not None and own[0] == order.weights.sha256
+        self.base = own[1] if own and known else weights(order.weights)
+        self.trainer.load_weights(self.base)
+        self.trainer.step, self.trainer.stream = order.start_step, order.stream
+
+    def checkpoint(self, order: m.Order, losses: Sequence[float], seconds: float) -> TaskCheckpoint:
         """The order as far as it has come."""
-        step, first, last = self.trainer.step, losses[0], losses[-1]
-        pause = Pause(
+        info = CheckpointInfo(
             order=order,
-            began=self.facts,
-            step=step,
-            first_loss=first,
-            last_loss=last,
+            began=self.origin,
+            step=self.trainer.step,
+            first_loss=losses[0],
+            last_loss=losses[-1],
             seconds=seconds,
         )
-        return Halfway(pause, self.trainer.weights(), self.trainer.moments())
+        return TaskCheckpoint(info, self.trainer.weights(), self.trainer.moments())
 
-    def go_on(self, halfway: Halfway) -> list[float]:
-        """Put the trainer where it was told to stop; the first and the last loss up to there."""
-        self.trainer.load_weights(halfway.weights)
-        self.trainer.restore(halfway.moments)
-        self.trainer.step = halfway.pause.step
-        return [halfway.pause.first_loss, halfway.pause.last_loss]
+    def resume(self, checkpoint: TaskCheckpoint) -> list[float]:
+        """Continue from a checkpoint; returns the first and the last loss up to there."""
+        self.trainer.load_weights(checkpoint.weights)
+        self.trainer.restore(checkpoint.moments)
+        self.trainer.step = checkpoint.info.step
+        return [checkpoint.info.first_loss, checkpoint.info.last_loss]
 
-    def finish(self, order: m.Order) -> tuple[Kept, bytes]:
-        """The state after the order, and its update. The residual at hand must be that of the last accepted update."""
+    def finish(self, order: m.Order) -> tuple[TrainingState, bytes]:
+        """The state after the order, and its update.
+
+        The residual must be that of the last accepted update.
+        """
         new = self.trainer.weights()
         left: Tensors = {}
         if METHODS[order.compression].exact:
             payload = compress_weights(new, order.compression)
-            self.known = (sha256(pack(new)), dict(new))
+            self.own_version = (sha256(pack(new)), dict(new))
         else:
-            payload, left = compress(
-                {name: new[name] - self.base[name] for name in new},
-                self.residual,
-                order.compression,
-            )
+            delta = {name: new[name] - self.base[name] for name in new}
+            payload, left = compress(delta, self.residual, order.compression)
         self.base = {}
-        after = Facts(
+        after = Provenance(
             optimizer=order.task,
             residual=order.task,
-            lineage=lineage(self.facts.lineage, order, self.continued),
+            lineage=lineage(self.origin.lineage, order, self.continued),
             version=order.base + 1,
             step=order.start_step + order.steps,
         )
-        # The moments go on from here at once; the residual only when the update was accepted.
-        self.facts = after.model_copy(update={"residual": self.facts.residual})
-        return Kept(after, self.trainer.moments(), left), payload
+        # The next task continues the moments at once, the residual only after acceptance.
+        self.origin = after.model_copy(update={"residual": self.origin.residual})
+        return TrainingState(after, self.trainer.moments(), left), payload
 
 
 def read_blocks(
     config: Config, pins: Iterable[m.BlockVersion], weights: Callable[[m.Blob], Tensors]
 ) -> dict[int, Block]:
-    """Blocks by number at pinned versions."""
+    """Blocks by number, at pinned versions."""
     blocks = {}
     for pin in pins:
         blocks[pin.block] = build_block(config, pin.block)
@@ -195,10 +194,13 @@ def read_blocks(
     return blocks
 
 
-def open_desk(
-    config: Config, order: m.Order, weights: Callable[[m.Blob], Tensors], old: Desk | None
-) -> Desk:
-    """A desk for an order: the old one if it is of the same block, with what the order reads."""
+def open_training(
+    config: Config,
+    order: m.Order,
+    weights: Callable[[m.Blob], Tensors],
+    old: BlockTraining | None,
+) -> BlockTraining:
+    """A trainer for an order and the blocks that it reads; the old one if the block is the same."""
     reads = tuple(pin.weights.sha256 for pin in order.features)
     if old is not None and old.block == order.block:
         if old.reads != reads:
@@ -206,4 +208,4 @@ def open_desk(
             old.reads = reads
         return old
     sources = independent(read_blocks(config, order.features, weights))
-    return Desk(Trainer(config, order.block, sources), reads=reads)
+    return BlockTraining(Trainer(config, order.block, sources), reads=reads)

@@ -34,7 +34,7 @@ from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import pull
 from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker.loop import Machine, Worker
-from blocktrain.worker.slots import own_identity
+from blocktrain.worker.state import own_identity
 
 Result = dict[str, Any]
 Told = Callable[[str, dict[str, Any]], None]

@@ -1,4 +1,4 @@
-"""`train` over its own coordinator: the bits of the plain loop, also when everything is killed or stopped on the way."""
+"""`train` over its own coordinator: the bits of the plain loop, also after kills and stops."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ from support.waiting import until
 SCRIPT = """
 import sys
 from pathlib import Path
-from blocktrain.runs import local as embedded
+from blocktrain.runs import local
 from blocktrain.errors import Interrupted
 from blocktrain.learning.data import Source
 from blocktrain.runs.results import Plan
 from blocktrain.runs.folder import open_run
 
-embedded.TASK_STEPS = int(sys.argv[2])
+local.TASK_STEPS = int(sys.argv[2])
 
 if __name__ == "__main__":
     run, config, data, _ = open_run(Path(sys.argv[1]))
-    plan = Plan(run, config, Source(data, None, run.folder), reference=sys.argv[3] == "reference", slots=int(sys.argv[4]))
+    source, reference = Source(data, None, run.folder), sys.argv[3] == "reference"
+    plan = Plan(run, config, source, reference=reference, slots=int(sys.argv[4]))
     try:
-        embedded.train_blocks(plan, lambda *_: None)
+        local.train_blocks(plan, lambda *_: None)
     except Interrupted as error:
         sys.exit(f"interrupted: {error}")
 """
@@ -96,7 +97,7 @@ class Here:
             return 0
 
     def disturb(self, stop: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
-        """Start it, let it get a few tasks further than it was, stop it, and wait until all its processes are gone."""
+        """Start it, let it get a few tasks further, stop it, and wait for all its processes."""
         before, deadline = self.versions(), time.monotonic() + 250
         process = self.start()
         while self.versions() < before + 2:

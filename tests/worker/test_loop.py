@@ -1,11 +1,12 @@
-"""The worker's loop against a real coordinator: exact, resumable at any point, patient, and honest about what it continues."""
+"""The worker's loop against a real coordinator.
+
+It is exact, can be resumed at any point, waits for a coordinator that is away, and says honestly
+which state it continues.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,100 +16,27 @@ import numpy as np
 import pytest
 
 from blocktrain.config import Config
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.server import Listen, running
-from blocktrain.errors import ConfigError, RunError, Unreachable
+from blocktrain.errors import RunError, Unreachable
 from blocktrain.learning.compose import independent
-from blocktrain.learning.data import Corpus, Source, open_corpus
+from blocktrain.learning.data import Corpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.train import Trainer, block_weights, read_state, write_state
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.identity import Identity, new_identity
+from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.tensors import unpack
-from blocktrain.runs.prepare import prepare
 from blocktrain.web.client import Calls, HttpClient, LocalClient
-from blocktrain.worker import command as worker_command
 from blocktrain.worker import loop as worker_module
-from blocktrain.worker.command import WorkerOptions, parse_bytes, run_worker
-from blocktrain.worker.loop import Machine, Worker
-from blocktrain.worker.slots import own_identity
+from blocktrain.worker.loop import Machine
 from blocktrain.worker.state import BlockFolder
-from conftest import tiny_config
-from support.command import start
-from support.waiting import PATIENCE, until
-
-Told = list[tuple[str, dict[str, Any]]]
-
-
-def small(**changes: Any) -> Config:
-    return tiny_config(**{"batch": 2, "steps": 10, **changes})
-
-
-class Place:
-    """A coordinator's folder and a worker's cache."""
-
-    def __init__(self, folder: Path, corpus: Path, config: Config, policy: Policy) -> None:
-        self.folder, self.config = folder, config
-        self.coordinator = open_coordinator(folder / "coordinator")
-        prepare(config, Source(str(corpus), None, folder), folder / "prepared")
-        self.coordinator.begin(config, policy, "words", folder / "prepared")
-        self.identity = new_identity()
-        self.told: Told = []
-
-    def worker(
-        self, client: Calls | None = None, identity: Identity | None = None, **options: Any
-    ) -> Worker:
-        def told(kind: str, /, **fields: Any) -> None:
-            self.told.append((kind, fields))
-
-        machine, cache = (
-            options.pop("machine", Machine()),
-            self.folder / options.pop("cache", "cache"),
-        )
-        return Worker(
-            client or LocalClient(self.coordinator),
-            cache,
-            identity or self.identity,
-            machine,
-            told,
-            **options,
-        )
-
-    def restart(self) -> Coordinator:
-        self.coordinator.close()
-        self.coordinator = open_coordinator(self.folder / "coordinator")
-        return self.coordinator
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for found, fields in self.told if found == kind]
-
-    def updates(self) -> list[m.Submission]:
-        """All that was accepted, in order."""
-        bodies = [
-            json.loads(entry.body)
-            for entry in self.coordinator.ledger().entries
-            if entry.kind == "update"
-        ]
-        return [m.Submission.model_validate_json(json.dumps(body["submission"])) for body in bodies]
-
-    def weights(self, index: int) -> dict[str, np.ndarray]:
-        found = next(b for b in self.coordinator.manifest().blocks if b.block == index)
-        return unpack(b"".join(self.coordinator.blob(found.weights.sha256)))
+from support.worker_run import WorkerRun, worker_runs
 
 
 @pytest.fixture
-def place(tmp_path: Path, corpus_folder: Path) -> Iterator[Callable[..., Place]]:
-    made: list[Place] = []
-
-    def make(policy: Policy, **changes: Any) -> Place:
-        made.append(Place(tmp_path / str(len(made)), corpus_folder, small(**changes), policy))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.coordinator.close()
+def place(tmp_path: Path, corpus_folder: Path) -> Iterator[Callable[..., WorkerRun]]:
+    with worker_runs(tmp_path, corpus_folder) as make:
+        yield make
 
 
 def plain(config: Config, corpus: Corpus) -> list[Block]:
@@ -122,7 +50,7 @@ def plain(config: Config, corpus: Corpus) -> list[Block]:
     return list(blocks.values())
 
 
-def assert_plain(place: Place, corpus: Corpus) -> None:
+def assert_plain(place: WorkerRun, corpus: Corpus) -> None:
     for index, block in enumerate(plain(place.config, corpus), start=1):
         found = place.weights(index)
         for name, tensor in block_weights(block).items():
@@ -135,18 +63,18 @@ def assert_plain(place: Place, corpus: Corpus) -> None:
     ids=["fuse", "denoise"],
 )
 def test_one_exact_worker_gives_the_bits_of_the_plain_loop(
-    place: Callable[..., Place], corpus: Corpus, changes: dict[str, Any]
+    place: Callable[..., WorkerRun], corpus: Corpus, changes: dict[str, Any]
 ) -> None:
     here = place(Policy.exact(4), **changes)
-    tally = here.worker().run()
-    assert tally.accepted == 3 * here.config.blocks
-    assert tally.refused == 0
+    summary = here.worker().run()
+    assert summary.accepted == 3 * here.config.blocks
+    assert summary.refused == 0
     assert here.coordinator.finished
     assert_plain(here, corpus)
 
 
 class Disturbed:
-    """A client on which calls can be made to fail, before or after the coordinator has heard them."""
+    """A client whose calls can be made to fail, before or after the coordinator has them."""
 
     def __init__(self, client: Calls) -> None:
         self._client = client
@@ -167,7 +95,7 @@ class Disturbed:
     "when", ["before join", "before put_chunk", "after put_chunk", "before submit", "after submit"]
 )
 def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
-    place: Callable[..., Place], corpus: Corpus, when: str
+    place: Callable[..., WorkerRun], corpus: Corpus, when: str
 ) -> None:
     here = place(Policy.exact(5), blocks=2)
     shared = when == "after submit"
@@ -178,9 +106,8 @@ def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
         def die(_: Any, dead: threading.Event = dead) -> None:
             nonlocal calls
             calls += 1
-            if (
-                calls == 2 or dead.is_set() or name == "join"
-            ):  # the second time: every life gets a little further
+            # The second time: every life gets a little further.
+            if calls == 2 or dead.is_set() or name == "join":
                 dead.set()
                 raise Unreachable("killed")
 
@@ -200,7 +127,7 @@ def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
 
 
 def test_another_worker_takes_over_a_shared_state(
-    place: Callable[..., Place], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: Corpus
 ) -> None:
     here = place(Policy.exact(3), blocks=2)
     trained = threading.Event()
@@ -220,7 +147,7 @@ def test_another_worker_takes_over_a_shared_state(
     assert_plain(here, corpus)
 
 
-def test_two_replicas_over_http_with_small_chunks(place: Callable[..., Place]) -> None:
+def test_two_replicas_over_http_with_small_chunks(place: Callable[..., WorkerRun]) -> None:
     here = place(
         Policy(compression="int4", task_steps=4, chunk_bytes=1024, replicas=2),
         compose="pool",
@@ -243,17 +170,16 @@ def test_two_replicas_over_http_with_small_chunks(place: Callable[..., Place]) -
         identity.worker for identity in identities
     }
     assert min(update.chunks for update in here.updates()) > 1
-    assert sum(worker.tally.accepted for worker in workers) == len(here.updates())
+    assert sum(worker.summary.accepted for worker in workers) == len(here.updates())
     for identity in identities:
         mine = [update for update in here.updates() if update.worker == identity.worker]
         assert [u.continued.optimizer for u in mine] == [None, *(u.task for u in mine[:-1])]
-        assert (
-            len(list((here.folder / identity.worker / "runs").glob("*/weights/*/*"))) == 1
-        )  # the base of its last task
+        kept = list((here.folder / identity.worker / "runs").glob("*/weights/*/*"))
+        assert len(kept) == 1, "the base of its last task"
 
 
-def busy_line(here: Place, *, refuse: bool) -> Disturbed:
-    """The first update stays on the line until the second task is in training."""
+def slow_upload(here: WorkerRun, *, refuse: bool) -> Disturbed:
+    """The first update stays in transit until the second task is in training."""
     client = Disturbed(LocalClient(here.coordinator))
     first: list[int] = []
 
@@ -273,13 +199,13 @@ def busy_line(here: Place, *, refuse: bool) -> Disturbed:
 
 
 def test_the_next_task_is_trained_while_the_update_is_on_its_way(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    place: Callable[..., WorkerRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "LEAST_PATIENCE", 0.01)
+    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
     here = place(
         Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=90
     )
-    here.worker(busy_line(here, refuse=False)).run()
+    here.worker(slow_upload(here, refuse=False)).run()
     first, second, *_ = here.updates()
     assert here.events("sending")[0]["task"] == first.task
     assert (second.continued.optimizer, second.continued.residual) == (first.task, first.task)
@@ -287,13 +213,13 @@ def test_the_next_task_is_trained_while_the_update_is_on_its_way(
 
 
 def test_nothing_of_a_refused_update_is_continued(
-    place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+    place: Callable[..., WorkerRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "LEAST_PATIENCE", 0.01)
+    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
     here = place(
         Policy(compression="int8", task_steps=30, replicas=1), compose="pool", blocks=1, steps=60
     )
-    here.worker(busy_line(here, refuse=True)).run()
+    here.worker(slow_upload(here, refuse=True)).run()
     refused = here.events("refused")[0]["task"]
     assert here.events("abandoned")
     assert refused not in {update.task for update in here.updates()}
@@ -302,7 +228,7 @@ def test_nothing_of_a_refused_update_is_continued(
 
 
 def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
-    place: Callable[..., Place], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: Corpus
 ) -> None:
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
@@ -324,7 +250,7 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
 
 
 def test_a_worker_joins_again_when_it_is_told_to(
-    place: Callable[..., Place], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    place: Callable[..., WorkerRun], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "REJOIN_SECONDS", 0.01)
     here = place(Policy.exact(5), compose="pool", blocks=1)
@@ -341,7 +267,7 @@ def test_a_worker_joins_again_when_it_is_told_to(
     assert_plain(here, corpus)
 
 
-def test_what_a_worker_refuses(place: Callable[..., Place]) -> None:
+def test_what_a_worker_refuses(place: Callable[..., WorkerRun]) -> None:
     here = place(Policy.exact(5), blocks=2)
     with pytest.raises(RunError, match="--memory allows"):
         here.worker(machine=Machine(memory=1000)).run()
@@ -349,7 +275,9 @@ def test_what_a_worker_refuses(place: Callable[..., Place]) -> None:
     def changed(**fields: Any) -> Disturbed:
         client = Disturbed(LocalClient(here.coordinator))
         whole = client._client.join
-        client._client.join = lambda message: whole(message).model_copy(update=fields)  # type: ignore[method-assign]
+        client._client.join = (  # type: ignore[method-assign]
+            lambda message: whole(message).model_copy(update=fields)
+        )
         return client
 
     with pytest.raises(RunError, match="mean something else here"):
@@ -365,7 +293,7 @@ def test_what_a_worker_refuses(place: Callable[..., Place]) -> None:
         here.worker().run()
 
 
-def test_a_forged_receipt_is_not_believed(place: Callable[..., Place]) -> None:
+def test_a_forged_receipt_is_not_believed(place: Callable[..., WorkerRun]) -> None:
     here = place(Policy.exact(5), blocks=2)
     client = LocalClient(here.coordinator)
     whole = client.submit
@@ -383,7 +311,7 @@ def test_a_forged_receipt_is_not_believed(place: Callable[..., Place]) -> None:
 
 
 def test_a_worker_that_finishes_its_task_leaves_and_comes_back(
-    place: Callable[..., Place], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: Corpus
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     assert here.worker().run(finishing=lambda: bool(here.events("task"))).accepted == 1
@@ -399,7 +327,7 @@ def test_a_worker_that_finishes_its_task_leaves_and_comes_back(
 
 
 def test_a_damaged_copy_of_the_corpus_is_fetched_again(
-    place: Callable[..., Place], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: Corpus
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(finishing=lambda: bool(here.events("task")))
@@ -411,7 +339,7 @@ def test_a_damaged_copy_of_the_corpus_is_fetched_again(
 
 
 def test_pieces_of_a_pending_update_do_not_count(
-    tmp_path: Path, place: Callable[..., Place]
+    tmp_path: Path, place: Callable[..., WorkerRun]
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     client, dead = Disturbed(LocalClient(here.coordinator)), threading.Event()
@@ -428,7 +356,7 @@ def test_pieces_of_a_pending_update_do_not_count(
     (found / "pending.safetensors").replace(found / "state.safetensors")  # killed right after this
     assert folder.pending() is None
     assert sorted(path.name for path in found.iterdir()) == ["state.safetensors"]
-    assert folder.load().facts.step == 4
+    assert folder.load().origin.step == 4
     (found / "pending.json").write_text("{")
     (found / "pending.safetensors").touch()
     assert folder.pending() is None
@@ -437,7 +365,7 @@ def test_pieces_of_a_pending_update_do_not_count(
 
 @pytest.mark.parametrize("found_later", ["as it was", "damaged", "of another task"])
 def test_a_task_is_continued_where_its_worker_was_stopped(
-    place: Callable[..., Place], corpus: Corpus, found_later: str
+    place: Callable[..., WorkerRun], corpus: Corpus, found_later: str
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(lambda: len(here.events("step")) == 6)  # in the middle of the second task
@@ -457,109 +385,3 @@ def test_a_task_is_continued_where_its_worker_was_stopped(
     assert again == (made + 1 if found_later == "as it was" else made - 1)
     assert not list(here.folder.glob("cache/runs/*/*/block-*/paused.safetensors"))
     assert_plain(here, corpus)
-
-
-def test_prepared_files_are_the_same_corpus(
-    tmp_path: Path, corpus: Corpus, corpus_folder: Path
-) -> None:
-    prepare(small(), Source(str(corpus_folder), None, tmp_path), tmp_path / "prepared")
-    again = open_corpus(str(tmp_path / "prepared"), None, tmp_path)
-    for part in ("train", "calibration", "valid"):
-        assert np.array_equal(getattr(again, part), getattr(corpus, part))
-    assert {path.name for path in (tmp_path / "prepared").iterdir()} == {
-        *(f"block-{n}.safetensors" for n in (1, 2, 3)),
-        "train.txt",
-        "valid.txt",
-    }
-
-
-def test_workers_of_one_machine_have_keys_of_their_own(tmp_path: Path) -> None:
-    with own_identity(tmp_path) as first, own_identity(tmp_path) as second:
-        assert first.worker != second.worker
-    with own_identity(tmp_path) as again:
-        assert again.worker == first.worker
-
-
-def test_amounts_of_memory() -> None:
-    assert [parse_bytes(text) for text in ("8GB", "1.5 MiB", "300", "2g", "1e9")] == [
-        8 * 10**9,
-        3 * 2**19,
-        300,
-        2 * 10**9,
-        10**9,
-    ]
-    for text in ("much", "8XB", "-1GB", "0"):
-        with pytest.raises(ConfigError, match="like 8GB"):
-            parse_bytes(text)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_leaves_when_it_is_told_to(
-    place: Callable[..., Place],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
-) -> None:
-    monkeypatch.setattr(worker_command, "STOP_SECONDS", 600.0)  # it would end this very process
-    here = place(Policy.exact(20), blocks=2, steps=10**6)
-    with running(here.coordinator, Listen(token="secret")) as url:
-
-        def tell() -> None:
-            until(here.updates)
-            os.kill(os.getpid(), number)
-
-        threading.Thread(target=tell).start()
-        assert (
-            run_worker(
-                WorkerOptions(url, "secret", "cpu", "1GB", "here", tmp_path / "cache", None, True)
-            )
-            == 0
-        )
-    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    kinds = [event["kind"] for event in events]
-    assert kinds[0] == "joined"
-    assert kinds[-1] == "left"
-    assert ("leaving" in kinds) == (number == signal.SIGINT)
-    if number == signal.SIGINT:
-        assert [kind for kind in kinds if kind != "leaving"][-2] == "accepted"
-
-
-def test_signals_count_also_when_nobody_reads_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C also ends the `tee` that a worker writes to."""
-
-    def told(kind: str, /, **_: object) -> None:
-        raise BrokenPipeError
-
-    screen = worker_command.JsonLines()
-    monkeypatch.setattr(screen, "told", told)
-    monkeypatch.setattr(worker_command, "STOP_SECONDS", 600.0)  # it would end this very process
-    with worker_command._signals(screen) as asked:
-        os.kill(os.getpid(), signal.SIGINT)
-        until(asked.finishing.is_set)
-        assert not asked.stopping.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
-        until(asked.stopping.is_set)
-
-
-def test_the_command_ends_in_a_call_that_nobody_answers(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        silent.settimeout(PATIENCE)
-        worker = start(
-            "worker",
-            f"http://127.0.0.1:{silent.getsockname()[1]}",
-            "--device",
-            "cpu",
-            "--json",
-            cwd=tmp_path,
-        )
-        line, _ = silent.accept()
-        with line:
-            try:
-                worker.terminate()
-                assert worker.wait(PATIENCE) == 0
-                assert worker.stdout is not None and worker.stdout.read() == "", (
-                    "sooner than the call fails"
-                )
-            finally:
-                worker.kill()
