@@ -20,7 +20,7 @@ from blocktrain.bench.serving.stages import split
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.data import Source
 from blocktrain.learning.model import Cache
-from blocktrain.serving.entry.cost import Linear
+from blocktrain.serving.entry.drafting import LinearCost
 from support.command import blocktrain
 
 pytestmark = pytest.mark.timeout(900)  # a minute on two free cores; other tests run beside it
@@ -233,7 +233,7 @@ def test_prompts_are_followed_by_what_really_follows() -> None:
 
 
 def test_the_cost_model_knows_what_a_line_costs() -> None:
-    free = Linear(0.0)
+    free = LinearCost(0.0)
     costs = Costs(free, 0.0, free, free, 3, 8, 0.0, 0.0, acceptance=0.5)
 
     def predicted(topology: Any, mode: Any, sweeps: float = 1) -> float:

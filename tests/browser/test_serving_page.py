@@ -12,7 +12,8 @@ import pytest
 
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
-from blocktrain.learning.generate import Sampler, autoregressive
+from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import write as write_locally
 from support.browser import CHROMIUM, Visit, browsing, picture, visiting
 from support.served import Process, a_model, saved, started
 from support.waiting import until
@@ -86,9 +87,7 @@ def write(visit: Visit, prompt: str, length: int = 30, **fields: str) -> str:
 
 
 def expected(model: Model, prompt: bytes, count: int, seed: int) -> str:
-    written = autoregressive(
-        model.scorer(), prompt, count, model.config.context, Sampler(seed, 0.8), model.device
-    )
+    written = write_locally(model, prompt, count, Sampler(seed, 0.8))
     return bytes(written).decode(errors="replace")
 
 

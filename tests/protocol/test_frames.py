@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ HASH = "ab" * 32
 WELCOME = frames.Welcome(bytes(32), "blocks", (2, 3), 128, 128, 64, HASH, "cd" * 32)
 EXAMPLES: dict[Kind, Header] = {
     Kind.CHALLENGE: frames.Challenge(bytes(range(32))),
-    Kind.HELLO: frames.Hello("entry", bytes(32), bytes(range(32)), HASH),
+    Kind.HELLO: frames.Hello("entry", bytes(32), bytes(range(32)), HASH, 1),
     Kind.WELCOME: WELCOME,
     Kind.OPEN: frames.Open("ring", "fp16", 64, 128, "127.0.0.1:8481", (2,)),
     Kind.OPENED: frames.Opened((2, 3), 128),
@@ -62,7 +63,7 @@ def test_golden_bytes() -> None:
     run = joined(frames.Run(3, 40, 5, 1), 0x1122334455667788, 9, [b"hello"])
     assert run.hex() == (
         "42544631"
-        + "0001"
+        + "0002"
         + "06"
         + "00"
         + "1122334455667788"
@@ -75,7 +76,7 @@ def test_golden_bytes() -> None:
     assert (
         joined(frames.Close(), 5).hex()
         == "42544631"
-        + "0001"
+        + "0002"
         + "08"
         + "00"
         + "0000000000000005"
@@ -105,10 +106,10 @@ def test_golden_bytes() -> None:
 
 
 def test_golden_proofs() -> None:
-    hello = handshake.make_hello(b"k" * 16, bytes(32), b"\1" * 32, "entry", HASH)
-    assert hello.proof.hex() == "85b50ee21e06cd5e1504c1bf91aef86169fbccf3f06764ab63b1405c765e5eec"
+    hello = handshake.make_hello(b"k" * 16, bytes(32), b"\1" * 32, "entry", HASH, 1)
+    assert hello.proof.hex() == "70df310129a30f5e5979dea2946588d6ed5ce718a87b16267e8503ecf8b064a9"
     welcome = handshake.prove_welcome(b"k" * 16, bytes(32), b"\1" * 32, WELCOME)
-    assert welcome.proof.hex() == "0887f4a0fde384dc0a8df0a56ac26c1a984d739e11dedd3a73daefd3577dbbdb"
+    assert welcome.proof.hex() == "f6860156e151b60166bdd908e1ed2243b29106521698b75d51cc10d3af60c6a8"
 
 
 def test_every_kind_comes_back() -> None:
@@ -178,7 +179,7 @@ def test_what_is_refused_and_by_which_name() -> None:
         )
 
     assert refused(with_(0, b"HTTP")) == Why.MALFORMED
-    assert refused(with_(1, 2)) == Why.WRONG_PROTOCOL
+    assert refused(with_(1, frames.PROTOCOL + 1)) == Why.WRONG_PROTOCOL
     assert refused(with_(2, 0)) == refused(with_(2, 12)) == refused(with_(3, 1)) == Why.MALFORMED
     assert refused(with_(6, frames.MOST_HEADER + 1)) == Why.TOO_LARGE
     assert refused(with_(7, MOST + 1)) == refused(with_(7, 2**64 - 1)) == Why.TOO_LARGE
@@ -290,21 +291,36 @@ def test_mutated_frames_neither_crash_nor_hang_nor_grow() -> None:
 
 def test_proofs_fit_one_key_one_connection_and_one_claim() -> None:
     key, challenge, nonce = b"k" * 16, bytes(32), b"\1" * 32
-    hello = handshake.make_hello(key, challenge, nonce, "entry", HASH)
-    handshake.check_hello(key, challenge, hello, HASH)
+    hello = handshake.make_hello(key, challenge, nonce, "entry", HASH, 1)
+    handshake.check_hello(key, challenge, hello, HASH, 1)
     for wrong in (
         (b"l" * 16, challenge, hello),
         (key, b"\2" * 32, hello),
-        (key, challenge, frames.Hello("stage", nonce, hello.proof, HASH)),
-        (key, challenge, frames.Hello("entry", b"\3" * 32, hello.proof, HASH)),
-        (key, challenge, frames.Hello("entry", nonce, hello.proof, "cd" * 32)),
+        (key, challenge, frames.Hello("stage", nonce, hello.proof, HASH, 1)),
+        (key, challenge, frames.Hello("entry", b"\3" * 32, hello.proof, HASH, 1)),
+        (key, challenge, frames.Hello("entry", nonce, hello.proof, "cd" * 32, 1)),
+        (key, challenge, frames.Hello("entry", nonce, hello.proof, HASH, 2)),
     ):
         with pytest.raises(FrameError) as caught:
-            handshake.check_hello(*wrong, HASH)
+            handshake.check_hello(*wrong, HASH, 1)
         assert caught.value.why == Why.WRONG_KEY
     with pytest.raises(FrameError) as caught:
-        handshake.check_hello(key, challenge, hello, "cd" * 32)
+        handshake.check_hello(key, challenge, hello, "cd" * 32, 1)
     assert caught.value.why == Why.WRONG_FINGERPRINT
+    with pytest.raises(FrameError, match="1 bytes instead of 2") as caught:
+        handshake.check_hello(key, challenge, hello, HASH, 2)
+    assert caught.value.why == Why.WRONG_ID_WIDTH
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "width"), [(2, 1), (256, 1), (257, 2), (1 << 16, 2), (50_257 * 2, 4)]
+)
+def test_ids_take_the_fewest_bytes_that_hold_the_vocabulary(vocabulary: int, width: int) -> None:
+    assert frames.id_width(vocabulary) == width
+    ids = (0, 1, vocabulary - 1)
+    packed = frames.pack_ids(ids, width)
+    assert len(packed) == 3 * width
+    assert tuple(np.frombuffer(packed, f"<u{width}").tolist()) == ids
 
 
 def test_a_stage_proves_what_it_holds() -> None:
@@ -343,6 +359,6 @@ def test_the_document_has_every_kind_field_and_code() -> None:
         ]
         assert [field for field in header.__struct_fields__ if f"`{field}`" not in row] == []
     assert (
-        "42544631 0001 06 00 1122334455667788 00000009 00000006 0000000000000005  95 03 28 05 01 00  68656c6c6f"
+        "42544631 0002 06 00 1122334455667788 00000009 00000006 0000000000000005  95 03 28 05 01 00  68656c6c6f"
         in text
     )

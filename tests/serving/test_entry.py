@@ -20,16 +20,19 @@ import torch
 from blocktrain.bench.network.shaper import Link, shaped
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model, in_pieces
-from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
+from blocktrain.learning.generate import Sampler, write_with
+from blocktrain.learning.generate import write as write_locally
 from blocktrain.learning.model import Cache, build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import RunFolder, publish
-from blocktrain.serving.entry import fan, route
-from blocktrain.serving.entry.cost import Pace
-from blocktrain.serving.entry.entry import Entry, Piece, Request, Stats
-from blocktrain.serving.entry.readers import AnswerFailed
-from blocktrain.serving.holding import load_holding
-from blocktrain.serving.line.lines import StageRefused
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.blocks import serve_blocks
+from blocktrain.serving.entry import failover, route
+from blocktrain.serving.entry.answer import Piece, Request, Stats
+from blocktrain.serving.entry.drafting import Pace
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.failover import AnswerFailed
+from blocktrain.serving.line.stage_line import StageRefused
 from blocktrain.serving.stage.stage import Stage
 from conftest import random_model, tiny_config
 from support.served import saved
@@ -85,20 +88,23 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *held: Sequence[int], pace: Pace | None = None, **options: Any
+    folder: Path,
+    *held: Sequence[int],
+    pace: Pace | None = None,
+    reference: bool = False,
+    **options: Any,
 ) -> AsyncIterator[tuple[Entry, list[Stage]]]:
     """An entry and a stage for each group of blocks, all gone at the end."""
     async with AsyncExitStack() as stack:
         stages = []
         for blocks in held:
-            stage = Stage(
-                load_holding(folder, blocks, CPU, reference=options.get("reference", False))
-            )
+            stage = Stage(serve_blocks(RunModel(folder, reference=reference), blocks))
             await stage.start()
             stack.push_async_callback(stage.aclose)
             stages.append(stage)
-        entry = Entry(folder, [stage.address for stage in stages], **options)
-        entry.pace = pace or Drafting(5)
+        source = RunModel(folder, reference=reference)
+        entry = Entry(source, [stage.address for stage in stages], **options)
+        entry.shared.pace = pace or Drafting(5)
         await entry.start()
         stack.push_async_callback(entry.aclose)
         yield entry, stages
@@ -119,9 +125,7 @@ async def write(
 
 def alone(model: Model, count: int = 40, length: int = 10, seed: int = 0) -> bytes:
     """What `blocktrain generate` writes."""
-    return bytes(
-        autoregressive(model.scorer(seed=seed), PROMPT[:length], count, CONTEXT, Sampler(seed), CPU)
-    )
+    return bytes(write_locally(model, PROMPT[:length], count, Sampler(seed)))
 
 
 def reader_of(stages: Sequence[Stage]) -> Stage:
@@ -162,19 +166,10 @@ async def test_one_host_or_many_write_what_generate_writes(
                 assert mode == "exact" or stats.sweeps == count
                 assert mode != "exact" or len(text) == stats.accepted + stats.sweeps
             for sweeps in (1, 3):
-                asked = (
-                    model.scorer(),
-                    model.drafter(),
-                    PROMPT[:length],
-                    count,
-                    CONTEXT,
-                    Sampler(3),
-                    sweeps,
-                    CPU,
-                )
-                assert (await write(entry, count, length, mode="sweep", sweeps=sweeps, seed=3))[
-                    0
-                ] == bytes(sweep(*asked))
+                how: Any = {"mode": "sweep", "sweeps": sweeps}
+                text, _ = await write(entry, count, length, seed=3, **how)
+                expected = bytes(write_locally(model, PROMPT[:length], count, Sampler(3), **how))
+                assert text == expected
         await happening(lambda: not any(stage.sessions for stage in stages))
 
 
@@ -184,12 +179,12 @@ async def test_whatever_is_drafted_the_text_is_the_same(runs: dict[str, Path]) -
     expected = alone(FUSE, 60, 5, seed=7)
     async with serving(runs["fuse"], (2,), (3,)) as (entry, _):
         for _ in range(3):
-            entry.pace = Drafting(*(draw.choice([0, 1, 2, 5, 16, 32]) for _ in range(7)))
+            entry.shared.pace = Drafting(*(draw.choice([0, 1, 2, 5, 16, 32]) for _ in range(7)))
             text, stats = await write(entry, 60, 5, seed=7)
             assert text == expected
             assert stats.accepted == sum(stats.accepted_per_sweep) > 0
             assert len(stats.accepted_per_sweep) == stats.sweeps
-        entry.pace = Pace()
+        entry.shared.pace = Pace()
         assert (await write(entry, 60, 5, seed=7))[0] == expected
 
 
@@ -197,7 +192,7 @@ async def test_whatever_is_drafted_the_text_is_the_same(runs: dict[str, Path]) -
 async def test_temperature_top_p_stop_and_lengths(runs: dict[str, Path]) -> None:
     async with serving(runs["fuse"], (2, 3)) as (entry, _):
         sampler = Sampler(2, 0.7, 0.8)
-        expected = bytes(autoregressive(FUSE.scorer(), PROMPT[:4], 20, CONTEXT, sampler, CPU))
+        expected = bytes(write_locally(FUSE, PROMPT[:4], 20, sampler))
         assert (await write(entry, 20, 4, seed=2, temperature=0.7, top_p=0.8))[0] == expected
         pieces = [
             p
@@ -211,9 +206,7 @@ async def test_temperature_top_p_stop_and_lengths(runs: dict[str, Path]) -> None
         nothing = [p async for p in entry.generate(Request(b"x", 0))]
         assert [(p.text, p.finish) for p in nothing] == [(b"", "length")]
         empty = [p.text async for p in entry.generate(Request(b"", 3))]
-        assert b"".join(empty) == bytes(
-            autoregressive(FUSE.scorer(), b"\n", 3, CONTEXT, Sampler(), CPU)
-        )
+        assert b"".join(empty) == bytes(write_locally(FUSE, b"\n", 3, Sampler()))
 
 
 @in_a_loop
@@ -268,8 +261,8 @@ async def test_the_first_byte_takes_one_round_trip(runs: dict[str, Path]) -> Non
             stack.enter_context(shaped("127.0.0.1", port, Link(rtt_ms=1000), apart=False))
             for port in ports
         ]
-        entry = Entry(runs["fuse"], [f"127.0.0.1:{link.port}" for link in links])
-        entry.pace = Drafting(4)
+        entry = Entry(RunModel(runs["fuse"]), [f"127.0.0.1:{link.port}" for link in links])
+        entry.shared.pace = Drafting(4)
         await entry.start(60)
         for _ in range(5):  # the machine may have been busy
             async with aclosing(entry.generate(Request(PROMPT, 4000))) as pieces:
@@ -317,7 +310,7 @@ def serve_stage(folder: Path, blocks: Sequence[int], said: Connection) -> None:
     """A stage in a process of its own."""
 
     async def run() -> None:
-        stage = Stage(load_holding(folder, blocks, CPU))
+        stage = Stage(serve_blocks(RunModel(folder), blocks))
         said.send(await stage.start())
         await asyncio.Event().wait()
 
@@ -330,8 +323,8 @@ async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Ent
     with shaped(
         "127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False
     ) as link:
-        entry = Entry(folder, [near, f"127.0.0.1:{link.port}"])
-        entry.pace = Drafting(5)
+        entry = Entry(RunModel(folder), [near, f"127.0.0.1:{link.port}"])
+        entry.shared.pace = Drafting(5)
         await entry.start(60)
         try:
             yield entry
@@ -346,6 +339,7 @@ async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) 
         target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True
     )
     killed.start()
+    theirs.close()  # a process that fails to start then ends the wait below
     theirs.close()  # a process that fails to start then ends the wait below
     try:
         near = await asyncio.to_thread(ours.recv)
@@ -398,7 +392,7 @@ def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
         )[:, start:]
 
     known: list[int] = []
-    return bytes(autoregressive(scorer, PROMPT[:10], count, CONTEXT, Sampler(seed), CPU))
+    return bytes(write_with(scorer, PROMPT[:10], count, CONTEXT, Sampler(seed)))
 
 
 def _fused(
@@ -426,7 +420,7 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
         text, stats = await write(entry, 20)
         assert (text, stats.degraded, stats.failovers) == (without(FUSE, 3, 20), (3,), 0)
 
-        back = Stage(load_holding(runs["fuse"], (3,), CPU))
+        back = Stage(serve_blocks(RunModel(runs["fuse"]), (3,)))
 
         async def come_back() -> None:
             await back.start(port=port)
@@ -447,13 +441,13 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
 async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan, "GRACE_SECONDS", 60.0)
+    monkeypatch.setattr(failover, "GRACE_SECONDS", 60.0)
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
 
         async def hiccup() -> None:
             line = entry.route.lines[1]
             assert line.alive
-            for peer in list(stages[1]._friends):
+            for peer in list(stages[1]._peers):
                 peer.transport.abort()
             await happening(lambda: not line.alive)
 
@@ -465,7 +459,7 @@ async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
 async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_service_lives_on(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan, "PATIENCE_SECONDS", 600.0)  # the deadline comes first
+    monkeypatch.setattr(failover, "PATIENCE_SECONDS", 600.0)  # the deadline comes first
     monkeypatch.setattr(route, "GHOST_SECONDS", 600.0)
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="block 3"):
@@ -509,7 +503,7 @@ def mute(stage: Stage) -> None:
 async def test_a_stage_that_hangs_is_left_for_another_holder(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan, "HANG_SECONDS", 5.0)
+    monkeypatch.setattr(failover, "HANG_SECONDS", 5.0)
     async with serving(runs["fuse"], (2, 3), (2, 3)) as (entry, stages):
 
         async def hang() -> None:
@@ -531,7 +525,7 @@ async def test_a_stage_of_another_run_or_key_is_an_error_at_the_start(
 ) -> None:
     async with serving(runs["fuse"], (2,)) as (_, stages):
         for folder, key in ((runs["pool"], b""), (runs["fuse"], b"another key of 16")):
-            entry = Entry(folder, [stages[0].address], key=key)
+            entry = Entry(RunModel(folder), [stages[0].address], key=key)
             with pytest.raises(StageRefused):
                 await entry.start()
             await entry.aclose()
@@ -542,10 +536,10 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    entry = Entry(runs["fuse"], [f"127.0.0.1:{port}"])
+    entry = Entry(RunModel(runs["fuse"]), [f"127.0.0.1:{port}"])
     await entry.start(0.2)
     assert (await write(entry, 5))[1].wire_bytes == 0
-    stage = Stage(load_holding(runs["fuse"], (2, 3), CPU))
+    stage = Stage(serve_blocks(RunModel(runs["fuse"]), (2, 3)))
     await stage.start(port=port)
     await happening(lambda: entry.route.lines[0].alive)
     text, stats = await write(entry, 5)
@@ -573,21 +567,12 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(
         with pytest.raises(ConfigError, match="exact"):
             await write(entry, mode="exact")
         if name == "euler":
-            asked = (
-                model.scorer(seed=1),
-                model.drafter(),
-                PROMPT[:10],
-                9,
-                CONTEXT,
-                Sampler(1),
-                2,
-                CPU,
-            )
-            assert (await write(entry, 9, mode="sweep", sweeps=2, seed=1))[0] == bytes(
-                sweep(*asked)
-            )
-            expected = bytes(sweep_from_noise(model, PROMPT[:10], 9, Sampler(1), 2))
-            text, stats = await write(entry, 9, mode="sweep", draft="none", sweeps=2, seed=1)
+            how: Any = {"mode": "sweep", "sweeps": 2}
+            expected = bytes(write_locally(model, PROMPT[:10], 9, Sampler(1), **how))
+            assert (await write(entry, 9, seed=1, **how))[0] == expected
+            how["draft"] = "none"
+            expected = bytes(write_locally(model, PROMPT[:10], 9, Sampler(1), **how))
+            text, stats = await write(entry, 9, seed=1, **how)
             assert (text, stats.sweeps) == (expected, 4)
         else:
             with pytest.raises(ConfigError, match="edm"):
@@ -621,7 +606,7 @@ async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(
             await interrupted(entry, 3, stages[1].aclose, 30, mode="autoregressive")
         with pytest.raises(AnswerFailed, match="blocks 1 to 3"):
             await write(entry, mode="autoregressive")
-        back = Stage(load_holding(runs["euler"], (2, 3), CPU))
+        back = Stage(serve_blocks(RunModel(runs["euler"]), (2, 3)))
         await back.start(port=port)
         await happening(lambda: entry.route.lines[1].alive)
         assert (await write(entry, 6, mode="autoregressive"))[0] == alone(MODELS["euler"], 6)

@@ -24,21 +24,23 @@ from blocktrain.errors import ConfigError, IdentityError, RunError
 from blocktrain.learning.compose import LocalStage, Model
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Run
-from blocktrain.serving.holding import (
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.blocks import (
     EulerSteps,
     FanBlocks,
     ReferenceLayers,
-    load_holding,
     parse_blocks,
+    serve_blocks,
 )
 from blocktrain.serving.line.address import format_address, is_loopback, parse_address, read_key
-from blocktrain.serving.line.lines import Access, StageLine, StageLost, StageRefused
-from blocktrain.serving.line.pulse import IDLE_TICKS, SILENCE, TICK, Pulse
+from blocktrain.serving.line.connection import IDLE_TICKS, SILENCE, TICK, Heartbeat
+from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
 from blocktrain.serving.stage.stage import Guard, Stage
 from conftest import random_model, tiny_config
 from support.command import blocktrain, start
 from support.stage_world import (
     KEY,
+    VOCABULARY,
     Slow,
     Wire,
     fan_of,
@@ -64,62 +66,62 @@ ROUNDS = 2000 if os.environ.get("BLOCKTRAIN_LONG") else 100
 
 
 def test_a_busy_line_pings_four_times_a_second_and_an_idle_one_every_two_seconds() -> None:
-    pulse = Pulse()
-    pulse.begin(0.0)
+    heartbeat = Heartbeat()
+    heartbeat.reset(0.0)
     now, pings = 0.0, []
     for _ in range(3 * IDLE_TICKS):
-        beat = pulse.beat(now, due=False)
+        beat = heartbeat.beat(now, due=False)
         if beat.ping is not None:
             pings.append(now)
-            pulse.heard(now)
-            pulse.pong(beat.ping, now + 0.01)
+            heartbeat.on_received(now)
+            heartbeat.on_pong(beat.ping, now + 0.01)
         now += beat.again
     assert [round(b - a, 2) for a, b in itertools.pairwise(pings)] == [2.0, 2.0]
-    busy = [pulse.beat(now + i * TICK, due=True) for i in range(3)]
+    busy = [heartbeat.beat(now + i * TICK, due=True) for i in range(3)]
     assert all(beat.ping is not None and not beat.lost for beat in busy)
-    assert 0.009 < pulse.rtt < 0.011
+    assert 0.009 < heartbeat.rtt < 0.011
 
 
 def test_silence_counts_from_when_something_was_due_and_grants_a_round_trip() -> None:
-    pulse = Pulse()
-    pulse.begin(0.0)
-    pulse.measured(0.1)
+    heartbeat = Heartbeat()
+    heartbeat.reset(0.0)
+    heartbeat.on_round_trip(0.1)
     now = 100.0  # nothing was due until now
-    pulse.asked(now, due=False)
-    pulse.beat(now, due=True)
+    heartbeat.on_request(now, due=False)
+    heartbeat.beat(now, due=True)
     gone = None
     while gone is None:
-        beat = pulse.beat(now, due=True)
+        beat = heartbeat.beat(now, due=True)
         gone = now if beat.lost else None
         now += beat.again
     assert 100 + SILENCE + 0.1 - 1e-9 <= gone <= 100 + SILENCE + 0.12
 
 
 def test_whatever_arrives_is_a_sign_of_life() -> None:
-    pulse = Pulse()
-    pulse.begin(0.0)
+    heartbeat = Heartbeat()
+    heartbeat.reset(0.0)
     for i in range(100):
-        pulse.heard(i * TICK)
-        assert not pulse.beat(i * TICK, due=True).lost
+        heartbeat.on_received(i * TICK)
+        assert not heartbeat.beat(i * TICK, due=True).lost
 
 
 def test_a_process_that_stood_still_looks_before_it_judges() -> None:
-    pulse = Pulse()
-    pulse.begin(0.0)
-    again = pulse.beat(0.0, due=True).again
-    late = pulse.beat(10.0, due=True)
+    heartbeat = Heartbeat()
+    heartbeat.reset(0.0)
+    again = heartbeat.beat(0.0, due=True).again
+    late = heartbeat.beat(10.0, due=True)
     assert not late.lost and again <= TICK
-    assert pulse.beat(10.0 + late.again, due=True).lost  # nothing was in the socket
+    assert heartbeat.beat(10.0 + late.again, due=True).lost  # nothing was in the socket
 
 
 def test_what_takes_long_to_send_is_granted_its_time() -> None:
-    pulse = Pulse()
-    pulse.begin(0.0)
-    pulse.sent(3_000_000)
-    now, beat = 0.0, pulse.beat(0.0, due=True)
+    heartbeat = Heartbeat()
+    heartbeat.reset(0.0)
+    heartbeat.on_sent(3_000_000)
+    now, beat = 0.0, heartbeat.beat(0.0, due=True)
     while not beat.lost:
         now += beat.again
-        beat = pulse.beat(now, due=True)
+        beat = heartbeat.beat(now, due=True)
     assert 3 + SILENCE - 1e-6 <= now < 3.2 + SILENCE
 
 
@@ -157,7 +159,9 @@ async def test_a_black_hole_is_noticed_within_a_second() -> None:
     async with serving(fan_of(MODEL_4, 1)) as stage:
         for _ in range(5):  # the machine may have been busy
             wire = Wire(stage.address)
-            line = StageLine(await wire.start(), Access(CONFIG.fingerprint, KEY))
+            line = StageLine(
+                await wire.start(), Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY)
+            )
             await line.ready()
             await line.open(1)
             await line.run(1, 0, 0, b"ab")
@@ -208,13 +212,13 @@ async def test_who_does_not_wait_any_more_disturbs_nobody() -> None:
 
 @in_loop
 async def test_nobody_at_home_is_told_in_time() -> None:
-    line = StageLine("127.0.0.1:9", Access(CONFIG.fingerprint))
+    line = StageLine("127.0.0.1:9", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
     with pytest.raises(StageLost, match="blocktrain stage"):
         await line.ready(0.3)
     await line.aclose()
     with pytest.raises(ConfigError, match="host:port"):
-        StageLine("nowhere", Access(CONFIG.fingerprint))
-    line = StageLine("no..name:9", Access(CONFIG.fingerprint))
+        StageLine("nowhere", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
+    line = StageLine("no..name:9", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
     with pytest.raises(StageLost, match="blocktrain stage"):
         await line.ready(0.3)
     await line.aclose()
@@ -255,7 +259,8 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
 
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
     line = StageLine(
-        f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(CONFIG.fingerprint, KEY)
+        f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY),
     )
     try:
         await line.ready()
@@ -326,7 +331,9 @@ async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
     await stage.start()
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
-    line = StageLine(stage.address, Access(CONFIG.fingerprint, KEY, tls=trusting))
+    line = StageLine(
+        stage.address, Access(CONFIG.fingerprint, KEY, tls=trusting, vocabulary=VOCABULARY)
+    )
     await line.ready()
     await line.open(1)
     with torch.no_grad():
@@ -335,12 +342,13 @@ async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
         )
     await line.aclose()
     stranger = StageLine(
-        stage.address, Access(CONFIG.fingerprint, KEY, tls=ssl.create_default_context())
+        stage.address,
+        Access(CONFIG.fingerprint, KEY, tls=ssl.create_default_context(), vocabulary=VOCABULARY),
     )
     with pytest.raises(StageRefused, match="--ca"):
         await stranger.ready()
     await stranger.aclose()
-    plain = StageLine(stage.address, Access(CONFIG.fingerprint, KEY))
+    plain = StageLine(stage.address, Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY))
     with pytest.raises((StageLost, StageRefused)):
         await plain.ready(0.5)
     await plain.aclose()
@@ -382,28 +390,28 @@ def test_a_stage_loads_only_the_blocks_that_it_serves(folder: Path, tmp_path: Pa
     copy = tmp_path / "copy"
     run_folder(copy, CONFIG)
     (copy / "model" / "block-3.safetensors").unlink()
-    holding = load_holding(copy, (1, 2), CPU)
+    holding = serve_blocks(RunModel(copy), (1, 2))
     assert isinstance(holding, FanBlocks) and holding.facts.blocks == (1, 2)
-    assert holding.facts == load_holding(folder, (1, 2), CPU).facts
+    assert holding.facts == serve_blocks(RunModel(folder), (1, 2)).facts
     with pytest.raises(RunError, match="missing"):
-        load_holding(copy, (), CPU)
+        serve_blocks(RunModel(copy), ())
     path = copy / "model" / "block-2.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\7")
     with pytest.raises(RunError, match="damaged"):
-        load_holding(copy, (2,), CPU)
-    assert load_holding(folder, (), CPU).facts.blocks == (1, 2, 3)
+        serve_blocks(RunModel(copy), (2,))
+    assert serve_blocks(RunModel(folder), ()).facts.blocks == (1, 2, 3)
 
 
 def test_what_cannot_be_served_is_told_with_the_fix(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fusion block"):
-        load_holding(folder, (3, 4), CPU)
+        serve_blocks(RunModel(folder), (3, 4))
     with pytest.raises(ConfigError, match="1 to 3"):
-        load_holding(folder, (7,), CPU)
+        serve_blocks(RunModel(folder), (7,))
     with pytest.raises(ConfigError, match="neighbours"):
-        load_holding(folder, (1, 3), CPU, reference=True)
+        serve_blocks(RunModel(folder, reference=True), (1, 3))
     (folder / "reference").rename(folder / "elsewhere")
     with pytest.raises(ConfigError, match="--reference"):
-        load_holding(folder, (1,), CPU, reference=True)
+        serve_blocks(RunModel(folder, reference=True), (1,))
     (folder / "elsewhere").rename(folder / "reference")
     for text in ("2-1", "0", "a", "1-", "-", "1,,x", "9999"):
         with pytest.raises(ConfigError, match="2-3"):
@@ -412,22 +420,22 @@ def test_what_cannot_be_served_is_told_with_the_fix(folder: Path, tmp_path: Path
 
 
 def test_the_reference_is_held_in_groups_of_layers(folder: Path) -> None:
-    middle = load_holding(folder, (2, 3), CPU, reference=True)
+    middle = serve_blocks(RunModel(folder, reference=True), (2, 3))
     assert isinstance(middle, ReferenceLayers)
     assert (
         len(middle.block.layers) == 2 and middle.state_width == 16 and middle.answer_width() == 16
     )
-    assert load_holding(folder, (), CPU, reference=True).answer_width() == 256
+    assert serve_blocks(RunModel(folder, reference=True), ()).answer_width() == 256
     assert (
         middle.facts.kind == "reference"
-        and middle.facts.model != load_holding(folder, (1,), CPU).facts.model
+        and middle.facts.model != serve_blocks(RunModel(folder), (1,)).facts.model
     )
 
 
 def test_the_paper_is_held_as_steps(tmp_path: Path) -> None:
     model = run_folder(tmp_path / "run", tiny_config(compose="euler", objective="denoise"))
     assert isinstance(model, Model)
-    holding = load_holding(tmp_path / "run", (2, 3), CPU)
+    holding = serve_blocks(RunModel(tmp_path / "run"), (2, 3))
     assert isinstance(holding, EulerSteps) and holding.last and holding.state_width == 8
 
 

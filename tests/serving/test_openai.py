@@ -22,8 +22,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from blocktrain.errors import IdentityError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
-from blocktrain.learning.generate import Sampler, autoregressive, sweep
-from blocktrain.serving.entry.entry import Piece, Stats
+from blocktrain.learning.generate import Sampler, write
+from blocktrain.serving.entry.answer import Piece, Stats
 from blocktrain.serving.gate import read_keys
 from blocktrain.serving.openai_messages import ApiError, Completion, Writing, read_completion
 from support.command import blocktrain
@@ -72,12 +72,7 @@ def expected(
 ) -> str:
     """What `blocktrain generate` writes."""
     sampler = Sampler(seed, temperature)
-    written = bytes(
-        autoregressive(
-            model.scorer(seed=seed), prompt, count, model.config.context, sampler, model.device
-        )
-    )
-    return written.decode(errors="replace")
+    return bytes(write(model, prompt, count, sampler)).decode(errors="replace")
 
 
 def test_the_model_is_listed(alone: Process) -> None:
@@ -123,10 +118,8 @@ def test_the_text_is_that_of_generate(
 
 
 def test_sweeps_are_those_of_generate(alone: Process, model: Model) -> None:
-    sampler, context = Sampler(3, TEMPERATURE), model.config.context
-    written = bytes(
-        sweep(model.scorer(), model.drafter(), b"the ", 24, context, sampler, 2, model.device)
-    )
+    sampler = Sampler(3, TEMPERATURE)
+    written = bytes(write(model, b"the ", 24, sampler, mode="sweep", sweeps=2))
     extra = {"mode": "sweep", "sweeps": 2}
     with client(alone) as api:
         answer = api.completions.create(

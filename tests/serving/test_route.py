@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 
 from blocktrain.cli.serve import StageFlags
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.coordinator.stages import Stages
 from blocktrain.errors import ConfigError, Unreachable
-from blocktrain.learning.generate import Sampler, autoregressive
+from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import write as write_locally
 from blocktrain.protocol.messages import read
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.stages import KEPT_SECONDS, MAX_STAGES, StageNotice
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.blocks import serve_blocks
 from blocktrain.serving.entry import route
-from blocktrain.serving.entry.entry import Entry, Request
-from blocktrain.serving.holding import load_holding
+from blocktrain.serving.entry.answer import Request
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.route import chain, nearest, parse_route
 from blocktrain.serving.stage.stage import Stage
 from blocktrain.web.client import HttpClient
 from conftest import random_model, tiny_config
@@ -84,11 +88,9 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
 ) -> None:
     monkeypatch.setattr(route, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(route, "GHOST_SECONDS", 0.2)
-    expected = bytes(
-        autoregressive(MODEL.scorer(), b"the ", 8, MODEL.config.context, Sampler(), MODEL.device)
-    )
+    expected = bytes(write_locally(MODEL, b"the ", 8, Sampler()))
     listed: list[str] | None = []
-    holding = load_holding(run, (2, 3), torch.device("cpu"))
+    holding = serve_blocks(RunModel(run), (2, 3))
 
     async def find(model: str) -> list[str]:
         assert model == holding.facts.model
@@ -98,7 +100,7 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
 
     async def play() -> None:
         nonlocal listed
-        stage, entry = Stage(holding), Entry(run, find)
+        stage, entry = Stage(holding), Entry(RunModel(run), find)
         await stage.start()
         await entry.start()
         assert entry.status()["hosts"] == [] and await write(entry) == (expected, 0)
@@ -163,3 +165,39 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
 def test_a_stage_announces_an_address_that_can_be_dialled(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nobody can dial"):
         StageFlags("0.0.0.0:8481", tmp_path / "key", announce="http://127.0.0.1:8470").parse()
+
+
+@dataclass
+class Somebody:
+    name: str
+    blocks: tuple[int, ...]
+    rtt_ms: float
+    queue: int = 0
+    alive: bool = True
+
+
+def test_the_nearest_living_holder_is_asked() -> None:
+    near, far, busy = (
+        Somebody("near", (2,), 10),
+        Somebody("far", (2, 3), 50),
+        Somebody("busy", (2,), 5, queue=40),
+    )
+    assert nearest([far, near, busy], 2) is near
+    assert nearest([far, near, busy], 2, avoid={"near"}) is far
+    near.alive = False
+    assert nearest([far, near, busy], 2) is far
+    assert nearest([far, near, busy], 4) is None
+
+
+def test_a_ring_is_a_chain_of_all_blocks() -> None:
+    a, b, c = Somebody("a", (1, 2), 10), Somebody("b", (3,), 10), Somebody("c", (3,), 5)
+    assert chain([b, c, a], 3) == [a, c]
+    c.alive = False
+    assert chain([b, c, a], 3) == [a, b]
+    assert chain([b, c], 3) == chain([a, b], 4) == []
+
+
+def test_a_route_is_a_list_of_names() -> None:
+    assert parse_route(" a:1, b:2 ,") == ("a:1", "b:2")
+    with pytest.raises(ConfigError, match="twice"):
+        parse_route("a:1,a:1")

@@ -15,6 +15,7 @@ import trustme
 
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Corpus
+from blocktrain.runs.served import RunModel
 from blocktrain.serving import gate, openai_api
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.openai_api import Rules, build_app
@@ -43,7 +44,7 @@ def serving(
     """A scenario with a server around it."""
 
     async def play() -> None:
-        entry = Entry(run)
+        entry = Entry(RunModel(run))
         await entry.start()
         server = AppServer(build_app(entry, rules or Rules("small")), listen or Where())
         running = asyncio.create_task(server.serve())

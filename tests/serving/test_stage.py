@@ -25,14 +25,14 @@ from blocktrain.learning.model import Cache, IndependentBlock
 from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Kind, Run, Why
-from blocktrain.serving.holding import EulerSteps, ReferenceLayers
-from blocktrain.serving.line.lines import Access, Ring, StageLine, StageLost, StageRefused
-from blocktrain.serving.stage.peer import Limits
-from blocktrain.serving.stage.stage import CHECK_SECONDS, Guard, Stage
+from blocktrain.serving.blocks import EulerSteps, ReferenceLayers
+from blocktrain.serving.line.stage_line import Access, Ring, StageLine, StageLost, StageRefused
+from blocktrain.serving.stage.stage import CHECK_SECONDS, Guard, Stage, StageLimits
 from conftest import random_model, tiny_config
 from support.stage_world import (
     KEY,
     MODEL,
+    VOCABULARY,
     Bare,
     Slow,
     fan_of,
@@ -282,7 +282,7 @@ async def test_the_tail_of_the_paper_over_a_ring_equals_one_machine() -> None:
 
 @in_loop
 async def test_a_ring_whose_next_host_dies_says_so() -> None:
-    async with serving(layers(1), Limits(handshake_seconds=1)) as first, line_to(first) as one:
+    async with serving(layers(1), StageLimits(handshake_seconds=1)) as first, line_to(first) as one:
         last = Stage(layers(2, 3), Guard(KEY))
         await last.start()
         async with line_to(last) as two:
@@ -313,7 +313,7 @@ async def test_a_session_that_the_next_stage_dropped_ends_with_a_reason() -> Non
 
 @in_loop
 async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
-    async with serving(layers(1), Limits(followers=1)) as first, line_to(first) as one:
+    async with serving(layers(1), StageLimits(followers=1)) as first, line_to(first) as one:
         async with serving(layers(2, 3)) as here, serving(layers(2, 3)) as there:
             for session, (following, other) in enumerate(
                 [(here, there), (there, here), (here, there)]
@@ -391,7 +391,7 @@ REFUSALS: dict[str, tuple[Why, bool, Sequence[tuple[frames.Header, int, int, byt
     "hello again": (
         Why.UNEXPECTED,
         ENDS,
-        [(frames.Hello("entry", bytes(32), bytes(32), "0" * 64), 0, 0, b"")],
+        [(frames.Hello("entry", bytes(32), bytes(32), "0" * 64, 1), 0, 0, b"")],
     ),
 }
 
@@ -458,15 +458,20 @@ async def test_strangers_are_refused_by_name() -> None:
             (KEY, "1" * 64, "", Why.WRONG_FINGERPRINT),
             (KEY, fingerprint, "2" * 64, Why.WRONG_MODEL),
         ):
-            line = StageLine(stage.address, Access(print_, key, model))
+            line = StageLine(stage.address, Access(print_, key, model, vocabulary=VOCABULARY))
             with pytest.raises(StageRefused) as caught:
                 await line.ready()
             assert caught.value.code == code and not line.alive
             with pytest.raises(StageLost):
                 await line.open(1)
             await line.aclose()
+        wider = StageLine(stage.address, Access(fingerprint, KEY, vocabulary=VOCABULARY + 1))
+        with pytest.raises(StageRefused, match="2 bytes instead of 1") as caught:
+            await wider.ready()
+        assert caught.value.code == Why.WRONG_ID_WIDTH
+        await wider.aclose()
         bare = await Bare.dial(stage.address)
-        bare.raw(PREFIX.pack(frames.MAGIC, 2, Kind.PING, 0, 0, 0, 0, 0))
+        bare.raw(PREFIX.pack(frames.MAGIC, frames.PROTOCOL + 1, Kind.PING, 0, 0, 0, 0, 0))
         assert await bare.error() == (Why.WRONG_PROTOCOL, False)
         bare = await Bare.dial(stage.address)
         bare.raw(b"GET / HTTP/1.1\r\nHost: a stage is no web server\r\n\r\n")
@@ -497,7 +502,8 @@ async def test_a_stage_that_does_not_know_the_key_is_not_believed() -> None:
 
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     line = StageLine(
-        f"127.0.0.1:{server.sockets[0].getsockname()[1]}", Access(FUSE.config.fingerprint, KEY)
+        f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
+        Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY),
     )
     with pytest.raises(StageRefused) as caught:
         await line.ready()
@@ -508,7 +514,10 @@ async def test_a_stage_that_does_not_know_the_key_is_not_believed() -> None:
 
 @in_loop
 async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
-    async with serving(fan_of(FUSE), Limits(sessions=3, peers=2)) as stage, line_to(stage) as line:
+    async with (
+        serving(fan_of(FUSE), StageLimits(sessions=3, peers=2)) as stage,
+        line_to(stage) as line,
+    ):
         for session in range(4):
             await line.open(session)
         with pytest.raises(StageRefused) as caught:
@@ -518,7 +527,9 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
         await line.open(4)
         assert (await line.run(4, 0, 0, b"ab")).shape == (3, 2, 16)
         async with line_to(stage):
-            third = StageLine(stage.address, Access(FUSE.config.fingerprint, KEY))
+            third = StageLine(
+                stage.address, Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY)
+            )
             with pytest.raises(StageRefused) as caught:
                 await third.ready()
             assert caught.value.code == Why.BUSY
@@ -620,7 +631,10 @@ async def test_who_hangs_up_frees_its_sessions() -> None:
 
 @in_loop
 async def test_idle_sessions_are_dropped() -> None:
-    async with serving(fan_of(FUSE), Limits(idle_seconds=0.3)) as stage, line_to(stage) as line:
+    async with (
+        serving(fan_of(FUSE), StageLimits(idle_seconds=0.3)) as stage,
+        line_to(stage) as line,
+    ):
         await line.open(1)
         await line.run(1, 0, 0, b"abc")
         await happening(lambda: stage.sessions == 0)
@@ -631,7 +645,7 @@ async def test_idle_sessions_are_dropped() -> None:
 
 @in_loop
 async def test_silent_peers_are_dropped() -> None:
-    async with serving(fan_of(FUSE), Limits(silence_seconds=0.3)) as stage:
+    async with serving(fan_of(FUSE), StageLimits(silence_seconds=0.3)) as stage:
         silent = await Bare.greeted(stage)
         assert (await silent.error()) == (Why.TOO_SLOW, False)
 
@@ -649,7 +663,7 @@ class Ahead(Stage):
 async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
     holding = Slow(FUSE, 1)
     holding.gate.clear()
-    stage = Ahead(holding, Guard(KEY), Limits(waiting=2))
+    stage = Ahead(holding, Guard(KEY), StageLimits(waiting=2))
     await stage.start()
     bare = await Bare.greeted(stage)
     bare.say(opening(), 1)
@@ -670,7 +684,7 @@ async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
 
 @in_loop
 async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
-    async with serving(fan_of(FUSE), Limits(handshake_seconds=1, frame_seconds=1)) as stage:
+    async with serving(fan_of(FUSE), StageLimits(handshake_seconds=1, frame_seconds=1)) as stage:
         mute = await Bare.dial(stage.address)
         await mute.next()
         known = await Bare.greeted(stage)
@@ -697,7 +711,7 @@ async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
 
 @in_loop
 async def test_who_does_not_read_is_dropped() -> None:
-    async with serving(fan_of(WIDE), Limits(frame_seconds=0.5, least_rate=1e9)) as stage:
+    async with serving(fan_of(WIDE), StageLimits(frame_seconds=0.5, least_rate=1e9)) as stage:
         bare = await Bare.greeted(stage)
         bare.reader._transport.pause_reading()  # type: ignore[attr-defined]
         bare.say(opening(width=256, most=300), 1)
@@ -711,7 +725,7 @@ async def test_who_does_not_read_is_dropped() -> None:
 
 @in_loop
 async def test_who_was_refused_and_stays_takes_a_place() -> None:
-    async with serving(fan_of(FUSE), Limits(strangers=3, goodbye_seconds=60)) as stage:
+    async with serving(fan_of(FUSE), StageLimits(unproven=3, goodbye_seconds=60)) as stage:
         crowd = []
         for _ in range(8):
             crowd.append(await Bare.dial(stage.address))
@@ -728,7 +742,7 @@ async def test_who_was_refused_and_stays_takes_a_place() -> None:
 
 @in_loop
 async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() -> None:
-    async with serving(fan_of(FUSE, 1), Limits(strangers=100)) as stage:
+    async with serving(fan_of(FUSE, 1), StageLimits(unproven=100)) as stage:
         crowd = [await Bare.dial(stage.address) for _ in range(300)]
 
         async def trickle() -> None:
@@ -759,14 +773,14 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
 @in_loop
 async def test_mutated_bytes_at_a_living_stage() -> None:
     draw = random.Random(1)
-    hello = b"".join(frames.encode(frames.Hello("entry", bytes(32), bytes(32), "0" * 64)))
+    hello = b"".join(frames.encode(frames.Hello("entry", bytes(32), bytes(32), "0" * 64, 1)))
     said = b"".join(
         b"".join(frames.encode(h, s, n, [p]))
         for h, s, n, p in (OPEN, GOOD, (Run(1, 1, 2), 1, 2, b"xy"))
     )
     roles: Sequence[frames.Role] = ("entry", "entry", "stage")
     async with (
-        serving(fan_of(FUSE, 1), Limits(goodbye_seconds=0.1)) as stage,
+        serving(fan_of(FUSE, 1), StageLimits(goodbye_seconds=0.1)) as stage,
         line_to(stage) as line,
     ):
         await line.open(1)

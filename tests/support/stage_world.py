@@ -23,12 +23,12 @@ from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Decoder, Frame, Header
 from blocktrain.runs.folder import RunFolder, create_run, publish, seal
-from blocktrain.serving.holding import FanBlocks, Holding, Part
-from blocktrain.serving.line.lines import Access, StageLine
-from blocktrain.serving.stage.peer import Limits
-from blocktrain.serving.stage.stage import Guard, Stage
+from blocktrain.serving.blocks import FanBlocks, Rows, ServedBlocks
+from blocktrain.serving.line.stage_line import Access, StageLine
+from blocktrain.serving.stage.stage import Guard, Stage, StageLimits
 from conftest import random_model
 
+VOCABULARY = 256  # of the models of tests
 KEY = b"a key of some length"
 MODEL = "0" * 64
 P = ParamSpec("P")
@@ -95,7 +95,7 @@ class Slow(FanBlocks):
         self.caches += map(weakref.ref, made.values())
         return made
 
-    def work(self, parts: Sequence[Part]) -> list[Tensor]:
+    def work(self, parts: Sequence[Rows]) -> list[Tensor]:
         """As it says."""
         self.together.append(len(parts))
         self.starts += [part.start for part in parts]
@@ -117,10 +117,10 @@ def fan_of(model: Model, *numbers: int) -> FanBlocks:
 
 @contextlib.asynccontextmanager
 async def serving(
-    holding: Holding, limits: Limits | None = None, key: bytes = KEY
+    served: ServedBlocks, limits: StageLimits | None = None, key: bytes = KEY
 ) -> AsyncIterator[Stage]:
     """A stage, as long as the block lasts."""
-    stage = Stage(holding, Guard(key), limits)
+    stage = Stage(served, Guard(key), limits)
     await stage.start()
     try:
         yield stage
@@ -135,8 +135,8 @@ async def line_to(
     """A line that is alive."""
     address = stage
     if isinstance(stage, Stage):
-        address, fingerprint = stage.address, fingerprint or stage.holding.facts.fingerprint
-    line = StageLine(str(address), Access(fingerprint, key))
+        address, fingerprint = stage.address, fingerprint or stage.blocks.facts.fingerprint
+    line = StageLine(str(address), Access(fingerprint, key, vocabulary=VOCABULARY))
     try:
         await line.ready()
         yield line
@@ -145,10 +145,10 @@ async def line_to(
 
 
 @contextlib.asynccontextmanager
-async def ring_of(holdings: Sequence[Holding]) -> AsyncIterator[list[StageLine]]:
+async def ring_of(every: Sequence[ServedBlocks]) -> AsyncIterator[list[StageLine]]:
     """A stage and a line for each."""
     async with contextlib.AsyncExitStack() as stack:
-        stages = [await stack.enter_async_context(serving(holding)) for holding in holdings]
+        stages = [await stack.enter_async_context(serving(blocks)) for blocks in every]
         yield [await stack.enter_async_context(line_to(stage)) for stage in stages]
 
 
@@ -167,14 +167,19 @@ class Bare:
         return cls(*await asyncio.open_connection(host, int(port)))
 
     @classmethod
-    async def greeted(cls, stage: Stage, role: frames.Role = "entry") -> Bare:
+    async def greeted(cls, stage: Stage, role: frames.Role = "entry", id_bytes: int = 1) -> Bare:
         """Let in."""
         made = await cls.dial(stage.address)
         challenge = (await made.next()).header
         assert isinstance(challenge, frames.Challenge)
         made.say(
             handshake.make_hello(
-                stage.guard.key, challenge.nonce, bytes(32), role, stage.holding.facts.fingerprint
+                stage.guard.key,
+                challenge.nonce,
+                bytes(32),
+                role,
+                stage.blocks.facts.fingerprint,
+                id_bytes,
             )
         )
         assert isinstance((await made.next()).header, frames.Welcome)

@@ -21,7 +21,7 @@ from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
 if TYPE_CHECKING:
     from blocktrain.serving.entry.entry import Entry
-    from blocktrain.serving.entry.route import Find
+    from blocktrain.serving.entry.route import FindStages
     from blocktrain.serving.openai_api import Rules
     from blocktrain.serving.openai_messages import Defaults
     from blocktrain.serving.stage.stage import Guard, Stage
@@ -156,6 +156,7 @@ class RouteFlags:
     ] = "fp32"
 
     def entry(self, run: Path, *, reference: bool, threads: int) -> Entry:
+        from blocktrain.runs.served import RunModel
         from blocktrain.serving.entry.entry import Entry
         from blocktrain.serving.entry.route import parse_route
 
@@ -166,12 +167,11 @@ class RouteFlags:
         )
         secret = read_key(self.key) if self.key else b""
         return Entry(
-            require_model(run),
+            RunModel(require_model(run), reference=reference),
             stages,
             key=secret,
             tls=_client_tls(self.ca),
             wire=self.wire,
-            reference=reference,
             threads=threads,
         )
 
@@ -184,7 +184,7 @@ def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
     )
 
 
-def _stage_finder(coordinator: HttpClient) -> Find:
+def _stage_finder(coordinator: HttpClient) -> FindStages:
     """A function that asks a coordinator where the stages are."""
 
     async def find(model: str) -> list[str]:
@@ -248,7 +248,7 @@ async def _serve(
     entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]
 ) -> None:
     """Serve until stopped."""
-    from blocktrain.serving.entry.entry import Request
+    from blocktrain.serving.entry.answer import Request
     from blocktrain.serving.openai_api import build_app
     from blocktrain.web.server import AppServer
 
@@ -365,19 +365,19 @@ def stage(
 
     import torch
 
-    from blocktrain.serving.holding import load_holding, parse_blocks
+    from blocktrain.runs.served import RunModel
+    from blocktrain.serving.blocks import parse_blocks, serve_blocks
     from blocktrain.serving.stage.stage import Stage
     from blocktrain.web.server import allow_connections, run_loop
 
     guard = post.guard()
     allow_connections()
     torch.set_num_threads(threads)
-    holding = load_holding(
-        require_model(run), parse_blocks(blocks), torch.device("cpu"), reference=reference
-    )
+    source = RunModel(require_model(run), reference=reference)
+    served = serve_blocks(source, parse_blocks(blocks))
 
     async def serving() -> None:
-        held, told = Stage(holding, guard, threads=threads), _stop_event()
+        held, told = Stage(served, guard, threads=threads), _stop_event()
         await held.start(host, port)
         try:
             _announce_stage(held, json_)
@@ -410,7 +410,7 @@ async def _keep_announcing(coordinator: HttpClient, held: Stage) -> None:
     from blocktrain.protocol.stages import TELL_SECONDS, StageNotice
     from blocktrain.web.client import retry_later
 
-    notice = StageNotice(address=held.address, model=held.holding.facts.model)
+    notice = StageNotice(address=held.address, model=held.blocks.facts.model)
     while True:
         try:
             await asyncio.to_thread(coordinator.tell_stage, notice)
@@ -432,7 +432,7 @@ def _stop_event() -> asyncio.Event:
 def _announce_stage(held: Stage, json_: bool) -> None:
     from blocktrain.terminal import console
 
-    facts = held.holding.facts
+    facts = held.blocks.facts
     if json_:
         said = {
             "address": held.address,

@@ -325,15 +325,14 @@ def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, raw: bool) -> Non
 
 def _text(model: Model, prompt: bytes, flags: TextFlags) -> Iterator[int]:
     """The tokens after the prompt, one by one."""
-    from blocktrain.learning.generate import Sampler, autoregressive, sweep, sweep_from_noise
+    from blocktrain.learning.generate import Sampler, write
 
-    context, device = model.config.context, model.device
-    sampler = Sampler(flags.seed, flags.temperature)
-    if flags.mode == "sweep" and flags.draft == "none":
-        return sweep_from_noise(model, prompt, flags.max_tokens, sampler, flags.sweeps)
-    scorer = model.scorer(seed=flags.seed)
-    if flags.mode == "autoregressive":
-        return autoregressive(scorer, prompt, flags.max_tokens, context, sampler, device)
-    return sweep(
-        scorer, model.drafter(), prompt, flags.max_tokens, context, sampler, flags.sweeps, device
+    return write(
+        model,
+        prompt,
+        flags.max_tokens,
+        Sampler(flags.seed, flags.temperature),
+        mode=flags.mode,
+        sweeps=flags.sweeps,
+        draft=flags.draft,
     )

@@ -1,15 +1,22 @@
-"""The loops that write text with a model: autoregressive, draft and correct, and from pure noise."""
+"""The loops that write text, without I/O: autoregressive, exact, sweep, and from noise.
+
+A loop is a generator. It yields a step (`Draft`, `Score`, `Denoise`, `Commit`) and is sent the
+result, so it does not know where the model is. `write` drives a loop with a model in this process;
+`serving.entry.answer` drives the same loop with stages on other hosts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import (
     Model,
@@ -18,34 +25,39 @@ from blocktrain.learning.compose import (
     euler_path,
     position_noise,
 )
+from blocktrain.learning.model import target_table
 
-COLDEST = 1e-6  # temperatures below leave no other byte a chance, and would overflow
+COLDEST = 1e-6  # lower temperatures give no other token a chance, and would overflow
+NEAR_TIE = 1e-4
+LOCAL_DRAFT = 8  # tokens that mode exact drafts at a time when no network has to be hidden
+
+Tokens = tuple[int, ...]
+Mode = Literal["autoregressive", "sweep", "exact"]
+DraftSource = Literal["first-block", "none"]
+Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def window_start(known: int, context: int) -> int:
-    """Where the window begins when `known` bytes are known: a pure function, so that every mode and host agrees.
-
-    When the context is full the window restarts at its last half.
-    """
-    half = context // 2
-    return 0 if known <= context else -(-(known - context) // half) * half
+# -- sampling
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The byte at position t as a pure function of its logits, the seed and t (Gumbel noise from a counter)."""
+    """The token at position t as a pure function of its logits, the seed and t.
+
+    It takes the largest of log p / T + g, where g is Gumbel noise drawn by a counter. So the text
+    depends on the seed, and not on how it was drafted or split into sweeps.
+    """
 
     seed: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
 
     def pick(self, logits: Tensor, position: int) -> int:
-        """Index of the chosen byte; temperature 0, or next to it, takes the likeliest."""
         return int(self.scores(logits, position).argmax())
 
-    def scores(self, logits: Tensor, position: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """What `pick` takes the largest of: log p / T + g, for every byte."""
-        logp = logits.double().log_softmax(-1).cpu().numpy()
+    def scores(self, logits: Tensor, position: int) -> Scores:
+        """log p / T + g of every token; at temperature 0 log p alone."""
+        logp: Scores = logits.double().log_softmax(-1).cpu().numpy()
         if self.temperature < COLDEST:
             return logp
         logp = logp / self.temperature
@@ -58,107 +70,361 @@ class Sampler:
 
 
 @lru_cache(4096)  # a draft and its verification need the same noise within moments
-def _gumbel(
-    seed: int, position: int, vocabulary: int
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return counter_draws("sampling", seed, position).gumbel(size=vocabulary)
+def _gumbel(seed: int, position: int, size: int) -> Scores:
+    return counter_draws("sampling", seed, position).gumbel(size=size)
 
 
-@torch.no_grad()
-def autoregressive(
-    scorer: Scorer, prompt: bytes, count: int, context: int, sampler: Sampler, device: torch.device
-) -> Iterator[int]:
-    """`count` bytes after the prompt, one traversal each."""
-    text = list(prompt)
-    begin = read = 0  # the scorer knows text[begin:read]
-    for _ in range(count):
-        if window_start(len(text), context) != begin:
-            begin = read = window_start(len(text), context)
-        logits = scorer(torch.tensor([text[read:]], device=device), read - begin)[0, -1]
-        read = len(text)
-        text.append(sampler.pick(logits, read))
-        yield text[-1]
+class Picker:
+    """The tokens that a sampler picks, and how many of them were nearly a tie."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self._tied: set[int] = set()  # positions
+
+    def picks(self, logits: Tensor, first: int) -> Iterator[int]:
+        """The tokens of positions `first` and on from their logits (T, V), computed on demand."""
+        for i, row in enumerate(logits):
+            scores = self.sampler.scores(row, first + i)
+            second, best = np.partition(scores, -2)[-2:]
+            (self._tied.add if best - second < NEAR_TIE else self._tied.discard)(first + i)
+            yield int(scores.argmax())
+
+    @property
+    def near_ties(self) -> int:
+        """Positions whose two best tokens were closer than NEAR_TIE when last picked."""
+        return len(self._tied)
 
 
-@torch.no_grad()
-def sweep(
-    scorer: Scorer,
-    drafter: Scorer,
-    prompt: bytes,
-    count: int,
-    context: int,
-    sampler: Sampler,
-    sweeps: int,
-    device: torch.device,
-) -> Iterator[int]:
-    """`count` bytes in at most `sweeps` traversals per window: a draft of them all, of which a traversal keeps what is right and
-    corrects the first byte that is not; behind that is drafted anew. Enough traversals end in the autoregressive answer."""
-    text = list(prompt)
-    end = len(text) + count
-    while len(text) < end:
-        begin = window_start(len(text), context)
-        last = len(text)  # one past the last byte that this window may predict
-        while last < end and window_start(last, context) == begin:
-            last += 1
-        for left in range(sweeps, -1, -1):
-            known = len(text)
-            draft = list(
-                autoregressive(drafter, bytes(text), last - known, context, sampler, device)
-            )
-            if left:
-                logits = scorer(torch.tensor([(text + draft)[begin : last - 1]], device=device), 0)[
-                    0, known - 1 - begin :
-                ]
-                picks = [sampler.pick(row, known + i) for i, row in enumerate(logits)]
-                right = next(
-                    (
-                        i
-                        for i, (pick, guess) in enumerate(zip(picks, draft, strict=True))
-                        if pick != guess
-                    ),
-                    len(draft),
-                )
-                draft = picks[: right + 1]
-            text += draft
-            yield from draft
-            if len(text) == last:
-                break
+# -- the text
 
 
-def sweep_from_noise(
-    model: Model, prompt: bytes, count: int, sampler: Sampler, sweeps: int
-) -> Iterator[int]:
-    """`count` bytes, a tail's length per traversal, from pure noise: the paper's path, for models trained with a tail.
+def window_start(known: int, context: int) -> int:
+    """Where the window begins when `known` tokens are known.
 
-    Each further sweep of a chunk starts again from noise around the text of the one before.
+    When the context is full the window restarts at its last half. This is a pure function, so that
+    every mode and every host agrees.
     """
-    if not model.config.tail:
+    half = context // 2
+    return 0 if known <= context else -(-(known - context) // half) * half
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low
+
+
+class Text:
+    """A prompt and what is written behind it, up to `most` tokens."""
+
+    def __init__(self, prompt: Sequence[int], most: int, context: int) -> None:
+        self.ids: Tokens = tuple(prompt)
+        self.context = context
+        self.prompt = len(self.ids)
+        self._end = len(self.ids) + most
+
+    @property
+    def begin(self) -> int:
+        """Where the window begins in which the next token is written."""
+        return window_start(len(self.ids), self.context)
+
+    @property
+    def window(self) -> Tokens:
+        """What the model reads to write the next token."""
+        return self.ids[self.begin :]
+
+    @property
+    def cut(self) -> int:
+        """Tokens of the prompt that no window holds."""
+        return window_start(self.prompt, self.context)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be written."""
+        return self._end - len(self.ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be written before the window has to move."""
+        return min(self.left, self.begin + self.context - len(self.ids) + 1)
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.ids += tuple(tokens)[: self.left]
+
+
+# -- what a loop asks for
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Send back up to `most` tokens that may follow the text; exactly so many if `whole`."""
+
+    most: int
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Score:
+    """Send back the logits (T, V) of the window from position `start` on: one sweep.
+
+    The last `drafted` tokens are a draft. While the sweep is under way, drafting may go on.
+    """
+
+    window: Tokens
+    start: int
+    drafted: int = 0
+
+
+@dataclass(frozen=True)
+class Denoise:
+    """Send back the logits (tail, V) of the last positions of a path from this noise (T, Z)."""
+
+    ids: Tokens
+    noise: Tensor
+    tail: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """These tokens are final. Of `drafted` tokens that a sweep checked, `accepted` were right."""
+
+    tokens: Tokens
+    drafted: int | None = None  # None: no draft was checked
+    accepted: int = 0
+
+
+Step = Draft | Score | Denoise | Commit
+Loop = Generator[Step, Any, None]
+
+
+# -- the loops
+
+
+def text_loop(
+    text: Text,
+    picker: Picker,
+    config: Config,
+    *,
+    mode: Mode = "autoregressive",
+    sweeps: int = 1,
+    draft: DraftSource = "first-block",
+) -> Loop:
+    """The loop of a mode; `sweeps` and `draft` are for mode sweep."""
+    if mode == "autoregressive":
+        return autoregressive(text, picker)
+    if mode == "exact":
+        return exact(text, picker)
+    if draft == "first-block":
+        return sweep(text, picker, sweeps)
+    if not config.tail:
         raise ConfigError(
             "this model has no tail: train one with --objective denoise --compose euler --tail 32"
         )
-    return _from_noise(model, list(prompt), len(prompt) + count, sampler, sweeps)
+    return from_noise(text, picker, config, sweeps)
 
 
-@torch.no_grad()
-def _from_noise(
-    model: Model, text: list[int], end: int, sampler: Sampler, sweeps: int
-) -> Iterator[int]:
-    config = model.config
-    while len(text) < end:
-        size = min(config.tail, end - len(text))
-        known = text[-(config.context - size + 1) :]
-        tokens = torch.tensor([known + [0] * (size - 1)], device=model.device)
-        first = len(text) - len(known)
-        chunk: list[int] = []
+def autoregressive(text: Text, picker: Picker) -> Loop:
+    """One sweep for every token."""
+    while text.left:
+        window = text.window
+        logits: Tensor = yield Score(window, len(window) - 1)
+        tokens = tuple(picker.picks(logits, len(text.ids)))
+        text.append(tokens)
+        yield Commit(tokens)
+
+
+def exact(text: Text, picker: Picker) -> Loop:
+    """Draft, verify in one sweep, keep what is right and the first correction."""
+    while text.left:
+        window = text.window
+        draft: Tokens = yield Draft(text.room - 1, whole=False)
+        logits: Tensor = yield Score(window + draft, len(window) - 1, len(draft))
+        yield _verify(text, draft, picker.picks(logits, len(text.ids)))
+
+
+def sweep(text: Text, picker: Picker, sweeps: int) -> Loop:
+    """Draft all that the window has room for, and correct it in at most `sweeps` sweeps.
+
+    Each sweep keeps what is right and the first correction; the rest is drafted again. With enough
+    sweeps this is the autoregressive text.
+    """
+    while text.left:
+        begin = text.begin
+        for _ in range(sweeps):
+            window = text.window
+            draft: Tokens = yield Draft(text.room)
+            logits: Tensor = yield Score(window + draft[:-1], len(window) - 1)
+            yield _verify(text, draft, picker.picks(logits, len(text.ids)))
+            if not text.left or text.begin != begin:
+                break
+        else:
+            rest: Tokens = yield Draft(text.room)
+            text.append(rest)
+            yield Commit(rest)
+
+
+def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
+    """The paper's path: a tail's length at a time from pure noise, for models trained with a tail.
+
+    Each further sweep of a chunk starts again from noise around the chunk of the one before.
+    """
+    table, seed = target_table(config), picker.sampler.seed
+    while text.left:
+        size = min(config.tail, text.left)
+        known = text.ids[-(config.context - size + 1) :]
+        ids = known + (0,) * (size - 1)
+        first = len(text.ids) - len(known)
+        chunk: Tokens = ()
         for number in range(sweeps):
-            noise = position_noise(sampler.seed + number, first, tokens.shape[1], config.z_width)[
-                None
-            ].to(model.device)
+            noise = position_noise(seed + number, first, len(ids), config.z_width)
             if chunk:
-                noise[:, -size:] += (
-                    model.table[torch.tensor(chunk, device=model.device)] / config.sigma_max
-                )
-            logits = euler_path(model, tokens, noise, tail=size)[-1][0, -size:]
-            chunk = [sampler.pick(logits[i], len(text) + i) for i in range(size)]
-        text += chunk
-        yield from chunk
+                noise[-size:] += table[torch.tensor(chunk)] / config.sigma_max
+            logits: Tensor = yield Denoise(ids, noise, size)
+            chunk = tuple(picker.picks(logits, len(text.ids)))
+        text.append(chunk)
+        yield Commit(chunk)
+
+
+def accept(draft: Sequence[int], picks: Iterable[int]) -> Tokens:
+    """The model's own picks, up to and with the first that differs from the draft.
+
+    Pick i is computed from the text before position i, drafted tokens included, so it counts as
+    long as those were right. The first pick depends on no draft. A draft that is right to its end
+    is followed by one more pick.
+    """
+    committed: list[int] = []
+    for i, pick in enumerate(picks):
+        committed.append(pick)
+        if i >= len(draft) or pick != draft[i]:
+            break
+    return tuple(committed)
+
+
+def _verify(text: Text, draft: Tokens, picks: Iterable[int]) -> Commit:
+    tokens = accept(draft, picks)
+    text.append(tokens)
+    right = sum(a == b for a, b in zip(tokens, draft, strict=False))
+    return Commit(tokens, len(draft), right)
+
+
+# -- drafts, and the model in this process
+
+
+class Drafter:
+    """What one block would write next. A guess is kept as long as the text agrees with it."""
+
+    def __init__(self, read: Callable[[Tokens, int], Tensor], sampler: Sampler) -> None:
+        """`read(ids, start)` forgets what it knew from `start` on, reads the ids, and returns the
+        logits (V,) after the last of them."""
+        self._read_ids, self._sampler = read, sampler
+        self._ids: Tokens = ()  # the text and the guesses behind it
+        self._begin = self._read = 0  # the cache knows ids[begin:read]
+
+    def ready(self, text: Tokens) -> int:
+        """How many guesses there are that still follow this text."""
+        return len(self._ids) - len(text) if self._ids[: len(text)] == text else 0
+
+    def knows(self, begin: int) -> bool:
+        """Whether the block has read this window."""
+        return self._begin == begin and self._read > begin
+
+    def draft(self, text: Tokens, begin: int, count: int) -> Tokens:
+        """`count` tokens that may follow the text, whose window starts at `begin`."""
+        if self._ids[: len(text)] != text:
+            self._read = min(self._read, common_prefix(self._ids, text))
+            self._ids = text
+        if begin != self._begin:
+            self._begin = self._read = begin
+        while len(self._ids) < len(text) + count:
+            # If all was read already, the last token is read again: its logits are needed.
+            read = min(self._read, len(self._ids) - 1)
+            logits = self._read_ids(self._ids[read:], read - begin)
+            self._read = len(self._ids)
+            self._ids += (self._sampler.pick(logits, self._read),)
+        return self._ids[len(text) : len(text) + count]
+
+
+class LocalModel:
+    """A model in this process, as a loop asks for it. It reads again only what changed."""
+
+    def __init__(
+        self,
+        text: Text,
+        sampler: Sampler,
+        scorer: Scorer,
+        drafter: Scorer | None = None,
+        model: Model | None = None,
+    ) -> None:
+        self._text, self._scorer, self._model = text, scorer, model
+        self._device = torch.device("cpu") if model is None else model.device
+        self._known: Tokens = ()
+        self._drafter = Drafter(self._reader(drafter or scorer), sampler)
+
+    def perform(self, step: Step) -> Tokens | Tensor | None:
+        if isinstance(step, Draft):
+            count = step.most if step.whole else min(step.most, LOCAL_DRAFT)
+            return self._drafter.draft(self._text.ids, self._text.begin, count)
+        if isinstance(step, Score):
+            return self._score(step.window, step.start)
+        if isinstance(step, Denoise) and self._model is not None:
+            noise = step.noise[None].to(self._device)
+            path = euler_path(self._model, self._tensor(step.ids), noise, tail=step.tail)
+            return path[-1][0, -step.tail :]
+        return None
+
+    def _score(self, window: Tokens, start: int) -> Tensor:
+        first = min(start, common_prefix(self._known, window))
+        self._known = window
+        return self._scorer(self._tensor(window[first:]), first)[0, start - first :]
+
+    def _reader(self, scorer: Scorer) -> Callable[[Tokens, int], Tensor]:
+        return lambda ids, start: scorer(self._tensor(ids), start)[0, -1]
+
+    def _tensor(self, ids: Tokens) -> Tensor:
+        return torch.tensor([ids], device=self._device)
+
+
+def write(
+    model: Model,
+    prompt: Sequence[int],
+    count: int,
+    sampler: Sampler,
+    *,
+    mode: Mode = "autoregressive",
+    sweeps: int = 1,
+    draft: DraftSource = "first-block",
+) -> Iterator[int]:
+    """`count` tokens after the prompt, by a model in this process."""
+    text = Text(prompt, count, model.config.context)
+    loop = text_loop(text, Picker(sampler), model.config, mode=mode, sweeps=sweeps, draft=draft)
+    drafter = model.drafter() if mode != "autoregressive" and draft == "first-block" else None
+    scorer = model.scorer(seed=sampler.seed)
+    return _drive(loop, LocalModel(text, sampler, scorer, drafter, model))
+
+
+def write_with(
+    scorer: Scorer,
+    prompt: Sequence[int],
+    count: int,
+    context: int,
+    sampler: Sampler,
+) -> Iterator[int]:
+    """`count` tokens after the prompt, one call of this scorer each."""
+    text = Text(prompt, count, context)
+    return _drive(autoregressive(text, Picker(sampler)), LocalModel(text, sampler, scorer))
+
+
+def _drive(loop: Loop, local: LocalModel) -> Iterator[int]:
+    result: Tokens | Tensor | None = None
+    while True:
+        with torch.no_grad():
+            try:
+                step = loop.send(result)
+            except StopIteration:
+                return
+            result = local.perform(step)
+        if isinstance(step, Commit):
+            yield from step.tokens

@@ -16,7 +16,7 @@ import msgspec
 from blocktrain.errors import BlockTrainError
 
 MAGIC = b"BTF1"
-PROTOCOL = 1
+PROTOCOL = 2
 PREFIX = struct.Struct(">4sHBBQIIQ")
 MOST_HEADER = 4096  # bytes
 MOST_SENTENCE = 500  # characters
@@ -28,6 +28,7 @@ Buffer = bytes | bytearray | memoryview
 Topology = Literal["fan", "ring"]
 Wire = Literal["fp32", "fp16"]
 Role = Literal["entry", "stage"]
+ID_WIDTHS = {1: "B", 2: "H", 4: "I"}  # bytes of a token id, and its `struct` format
 ITEM: dict[Wire, int] = {"fp32": 4, "fp16": 2}
 
 U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -64,6 +65,7 @@ class Why(StrEnum):
     WRONG_KEY = "wrong_key"
     WRONG_FINGERPRINT = "wrong_fingerprint"
     WRONG_MODEL = "wrong_model"
+    WRONG_ID_WIDTH = "wrong_id_width"
     TOO_SLOW = "too_slow"
     BUSY = "busy"
     OUT_OF_ORDER = "out_of_order"
@@ -88,6 +90,10 @@ SENTENCES: dict[Why, str] = {
     Why.WRONG_KEY: "the keys differ; give the same file with --key on all hosts",
     Why.WRONG_FINGERPRINT: "the settings of the model differ; serve the same run on all hosts",
     Why.WRONG_MODEL: "the weights differ; serve the same version of the run on all hosts",
+    Why.WRONG_ID_WIDTH: (
+        "token ids here have another width; serve the same run on all hosts, "
+        "and name its width in HELLO"
+    ),
     Why.TOO_SLOW: "the bytes did not arrive in time; connect again over a faster line",
     Why.BUSY: "there are too many connections; close one, or start another stage",
     Why.OUT_OF_ORDER: "the sequence number is not the next of its session; number frames one by one and send them in order",
@@ -129,12 +135,13 @@ class Challenge(Header, frozen=True):
 
 
 class Hello(Header, frozen=True):
-    """The answer: who is there, and the proof that it knows the key."""
+    """The answer: who is there, the proof that it knows the key, and the bytes of a token id."""
 
     role: Role
     nonce: Bytes32
     proof: Bytes32
     fingerprint: Hex64
+    id_bytes: U16
 
 
 class Welcome(Header, frozen=True):
@@ -271,6 +278,16 @@ def encode(
 def refusal(error: FrameError, session: int = 0) -> list[Buffer]:
     """The ERROR frame that tells it."""
     return encode(Error(error.why.value, str(error)), session)
+
+
+def id_width(vocabulary: int) -> int:
+    """Bytes of a token id on the wire: the fewest of 1, 2 and 4 that hold every id."""
+    return next(width for width in ID_WIDTHS if vocabulary <= 1 << 8 * width)
+
+
+def pack_ids(ids: Sequence[int], width: int) -> bytes:
+    """Token ids as they follow the state in a RUN: unsigned, little-endian."""
+    return bytes(ids) if width == 1 else struct.pack(f"<{len(ids)}{ID_WIDTHS[width]}", *ids)
 
 
 Cap = Callable[[Kind, int], int]

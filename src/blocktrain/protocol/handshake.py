@@ -1,6 +1,7 @@
-"""How both ends of a connection prove that they know the shared key without sending it, and what they claim in the same breath.
+"""How both ends of a connection prove that they know the shared key without sending it.
 
-A proof is HMAC-SHA256 under the key over who proves it, both nonces, and the claim: it fits one connection only.
+A proof is an HMAC-SHA256 under the key over the prover's side, both nonces and what it claims, so
+it is valid for one connection only.
 """
 
 from __future__ import annotations
@@ -11,22 +12,29 @@ from typing import Literal
 from blocktrain.protocol.frames import PROTOCOL, FrameError, Hello, Role, Welcome, Why
 
 
-def make_hello(key: bytes, challenge: bytes, nonce: bytes, role: Role, fingerprint: str) -> Hello:
+def make_hello(
+    key: bytes, challenge: bytes, nonce: bytes, role: Role, fingerprint: str, id_bytes: int
+) -> Hello:
     """The client's answer to a challenge."""
-    return Hello(
-        role, nonce, _proof(key, "client", challenge + nonce, f"{role} {fingerprint}"), fingerprint
-    )
+    claim = f"{role} {fingerprint} {id_bytes}"
+    proof = _proof(key, "client", challenge + nonce, claim)
+    return Hello(role, nonce, proof, fingerprint, id_bytes)
 
 
-def check_hello(key: bytes, challenge: bytes, hello: Hello, fingerprint: str) -> None:
-    """Refuse a client that does not know the key, or is at another model."""
-    expected = _proof(key, "client", challenge + hello.nonce, f"{hello.role} {hello.fingerprint}")
+def check_hello(
+    key: bytes, challenge: bytes, hello: Hello, fingerprint: str, id_bytes: int
+) -> None:
+    """Refuse a client that does not know the key, has another model, or ids of another width."""
+    claim = f"{hello.role} {hello.fingerprint} {hello.id_bytes}"
+    expected = _proof(key, "client", challenge + hello.nonce, claim)
     if not hmac.compare_digest(expected, hello.proof):
         raise FrameError(Why.WRONG_KEY)
     if hello.fingerprint != fingerprint:
         raise FrameError(
             Why.WRONG_FINGERPRINT, f"{hello.fingerprint[:12]} instead of {fingerprint[:12]}"
         )
+    if hello.id_bytes != id_bytes:
+        raise FrameError(Why.WRONG_ID_WIDTH, f"{hello.id_bytes} bytes instead of {id_bytes}")
 
 
 def prove_welcome(key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome) -> Welcome:
@@ -54,7 +62,10 @@ def check_welcome(
 
 def _held(welcome: Welcome) -> str:
     blocks = ",".join(str(n) for n in welcome.blocks)
-    return f"{welcome.kind} {blocks} {welcome.width} {welcome.context} {welcome.z_width} {welcome.fingerprint} {welcome.model}"
+    return (
+        f"{welcome.kind} {blocks} {welcome.width} {welcome.context} {welcome.z_width} "
+        f"{welcome.fingerprint} {welcome.model}"
+    )
 
 
 def _proof(key: bytes, who: Literal["client", "stage"], nonces: bytes, claim: str) -> bytes:

@@ -16,7 +16,7 @@ from blocktrain.errors import Interrupted, RunError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone
-from blocktrain.learning.generate import Sampler, autoregressive
+from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.noise import noise_levels
 from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
@@ -146,16 +146,7 @@ def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict
     prompt = corpus.valid[: config.context // 2].tolist()
     sampler = Sampler(config.seed, temperature=0.8)
     with one_thread():
-        written = list(
-            autoregressive(
-                model.scorer(seed=config.seed),
-                prompt,
-                SAMPLE_BYTES,
-                config.context,
-                sampler,
-                model.device,
-            )
-        )
+        written = list(write(model, prompt, SAMPLE_BYTES, sampler))
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,

@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving import openai_messages as m
-from blocktrain.serving.entry.entry import Entry, Piece
+from blocktrain.serving.entry.answer import Piece
+from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.gate import Keys, Places, Reading, check_name
 from blocktrain.serving.metrics import Metrics
 from blocktrain.serving.openai_messages import ApiError, Asked, Writing

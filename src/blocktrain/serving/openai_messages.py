@@ -14,7 +14,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.serving.entry.entry import Piece, Request, Stats
+from blocktrain.serving.entry.answer import Piece, Request, Stats
 
 MAX_TOKENS = 8192  # bytes of one choice
 MAX_CHOICES = 8

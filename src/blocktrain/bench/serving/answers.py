@@ -16,13 +16,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import Mode, Picker, Sampler, Text, Tokens, common_prefix
 from blocktrain.learning.tokenizer import Bytes
 from blocktrain.protocol import frames
-from blocktrain.serving.entry.decode import Answer, Picker, common
-from blocktrain.serving.entry.entry import Entry, Mode, Request, Stats
-from blocktrain.serving.entry.readers import AnswerFailed
-from blocktrain.serving.line.lines import StageLine, StageLost
+from blocktrain.serving.entry.answer import Request, Stats
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.failover import AnswerFailed
+from blocktrain.serving.line.stage_line import StageLine, StageLost
 
 PATIENCE = 3  # times that an answer is begun again when its ring broke
 Result = dict[str, Any]
@@ -111,25 +111,26 @@ class Star:
     async def write(self, request: Request) -> Written:
         """One autoregressive answer."""
         began, first = time.perf_counter(), 0.0
-        answer = Answer(request.prompt, request.max_tokens, self._context)
+        text = Text(request.prompt, request.max_tokens, self._context)
         picker = Picker(Sampler(request.seed, request.temperature))
         session = secrets.randbits(63)
-        known = text = b""
+        known: Tokens = ()
         try:
             await asyncio.gather(*(line.open(session, topology="ring") for line in self._lines))
-            while answer.finish is None:
-                window = answer.window
-                start = min(len(window) - 1, common(known, window))
+            while text.left:
+                window = text.window
+                start = min(len(window) - 1, common_prefix(known, window))
                 logits = await self._ask(session, window[start:], start)
                 known = window
-                text += answer.commit(picker.picks(logits, len(answer.text)))
+                text.append(tuple(picker.picks(logits, len(text.ids))))
                 first = first or time.perf_counter() - began
         finally:
             with suppress(StageLost):
                 await asyncio.gather(*(line.close(session) for line in self._lines))
-        return Written(text, time.perf_counter() - began, 1000 * first, len(text))
+        written = bytes(text.ids[text.prompt :])
+        return Written(written, time.perf_counter() - began, 1000 * first, len(written))
 
-    async def _ask(self, session: int, ids: bytes, start: int) -> Tensor:
+    async def _ask(self, session: int, ids: Tokens, start: int) -> Tensor:
         """Logits (1, V) after the last of the ids."""
         state: Tensor | None = None
         for line in self._lines:

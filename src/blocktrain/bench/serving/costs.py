@@ -14,23 +14,23 @@ import torch
 
 from blocktrain.bench.serving.answers import Result, Way
 from blocktrain.config import Config
-from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import Drafter, Picker, Sampler
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Frame
-from blocktrain.serving.entry.cost import (
+from blocktrain.serving.entry.drafting import (
     MOST_DRAFTED,
-    Line,
-    Linear,
+    DraftBlock,
+    LinearCost,
+    LinkCost,
     exact_seconds,
     fan_sweep,
     ring_sweep,
     swept_seconds,
 )
-from blocktrain.serving.entry.decode import Picker
-from blocktrain.serving.entry.drafting import Drafter, Lean
-from blocktrain.serving.entry.fan import Fusion, Home
+from blocktrain.serving.entry.failover import FanModel
+from blocktrain.serving.entry.fan import Fusion
 from blocktrain.serving.line.connection import Connection
-from blocktrain.serving.line.lines import Access, StageLine
+from blocktrain.serving.line.stage_line import Access, StageLine
 
 FLOAT = 4  # bytes
 REPEATS = 7  # of a timing whose median counts
@@ -43,14 +43,14 @@ class TimedLine(StageLine):
         super().__init__(name, access)
         self.computed: list[float] = []  # seconds
 
-    def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """(By the connection.)"""
         self.computed += [
             frame.header.microseconds / 1e6
             for frame in found
             if isinstance(frame.header, frames.Result)
         ]
-        super().received(connection, count, found)
+        super().on_frames(connection, count, found)
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ async def hop_overhead(line: TimedLine, context: int, repeats: int) -> list[floa
     return found
 
 
-async def stage_cost(line: TimedLine, context: int) -> Linear:
+async def stage_cost(line: TimedLine, context: int) -> LinearCost:
     """Seconds that a stage computes on so many positions at the end of the window."""
     session = secrets.randbits(63)
     await line.open(session)
@@ -90,7 +90,7 @@ async def stage_cost(line: TimedLine, context: int) -> Linear:
     return fitted(found)
 
 
-async def layers_cost(line: TimedLine, context: int, width: int) -> Linear:
+async def layers_cost(line: TimedLine, context: int, width: int) -> LinearCost:
     """The same of a stage that holds layers of the end-to-end model."""
     session = secrets.randbits(63)
     await line.open(session, topology="ring")
@@ -106,11 +106,11 @@ async def layers_cost(line: TimedLine, context: int, width: int) -> Linear:
     return fitted(found[1:])
 
 
-def entry_cost(home: Home, context: int) -> Linear:
+def entry_cost(model: FanModel, context: int) -> LinearCost:
     """Seconds from the features to the bytes: fusion and sampling."""
-    fusion, picker = Fusion(home.readout), Picker(Sampler())
-    window, kept = bytes(context), (True,) * home.blocks
-    features = torch.randn(home.blocks, context, home.width)
+    fusion, picker = Fusion(model.readout), Picker(Sampler())
+    window, kept = (0,) * context, (True,) * model.blocks
+    features = torch.randn(model.blocks, context, model.width)
 
     def sweep(size: int) -> None:
         logits = fusion.read(window, context - size, features[:, context - size :], kept)
@@ -123,13 +123,13 @@ def entry_cost(home: Home, context: int) -> Linear:
         )
 
 
-def draft_cost(config: Config, home: Home) -> float:
+def draft_cost(config: Config, model: FanModel) -> float:
     """Seconds that the entry's own block takes for a byte."""
-    prompt, size = bytes(config.context // 4), config.context // 2
+    prompt, size = (0,) * (config.context // 4), config.context // 2
     found = []
     with torch.inference_mode():
         for _ in range(REPEATS):
-            drafter = Drafter(Lean(config, home.local), Sampler())
+            drafter = Drafter(DraftBlock(config, model.local).read, Sampler())
             drafter.draft(prompt, 0, 1)
             found.append(_seconds(drafter.draft, prompt, 0, 1 + size) / size)
     return statistics.median(found)
@@ -145,22 +145,22 @@ def _seconds(work: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - began
 
 
-def fitted(found: Sequence[tuple[int, float]]) -> Linear:
+def fitted(found: Sequence[tuple[int, float]]) -> LinearCost:
     """The line through the medians of every size, never below zero."""
     sizes = sorted({size for size, _ in found})
     medians = [statistics.median(seconds for s, seconds in found if s == size) for size in sizes]
     each, base = np.polyfit(sizes, medians, 1)
-    return Linear(max(float(base), 0.0), max(float(each), 0.0))
+    return LinearCost(max(float(base), 0.0), max(float(each), 0.0))
 
 
 @dataclass(frozen=True)
 class Costs:
     """All that the cost model is told."""
 
-    stage: Linear  # of the stage with most blocks
+    stage: LinearCost  # of the stage with most blocks
     stage_bytes: float  # of a position, from that stage: every stage has a line of its own
-    entry: Linear
-    layers: Linear | None  # of a stage of the reference
+    entry: LinearCost
+    layers: LinearCost | None  # of a stage of the reference
     hosts: int  # of the ring
     width: int
     draft: float
@@ -178,7 +178,7 @@ class Costs:
         self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float
     ) -> float | None:
         """Bytes per second of an answer; `sweeps` is how many mode sweep really makes before nothing changes any more."""
-        line = Line(rtt_ms / 1000, mbit * 1e6, self.overhead)
+        line = LinkCost(rtt_ms / 1000, mbit * 1e6, self.overhead)
         if way.topology == "fan":
             return output / self._fan(way.mode, line, prompt, output, sweeps)
         if self.layers is None:
@@ -188,7 +188,7 @@ class Costs:
             line.rtt + first + (output - 1) * one
         )  # a session that is confirmed costs a round trip
 
-    def _fan(self, mode: str, line: Line, prompt: int, output: int, sweeps: float) -> float:
+    def _fan(self, mode: str, line: LinkCost, prompt: int, output: int, sweeps: float) -> float:
         def swept(positions: int) -> float:
             return fan_sweep(positions, line, self.stage_bytes, self.stage, self.entry)
 
@@ -201,7 +201,7 @@ class Costs:
             for n in range(MOST_DRAFTED + 1)
         )
 
-    def _reference(self, topology: str, line: Line, positions: int) -> float:
+    def _reference(self, topology: str, line: LinkCost, positions: int) -> float:
         """One traversal. A star comes back to the entry between two hosts; the first host is the entry's own in both."""
         if self.layers is None:
             return 0.0

@@ -10,25 +10,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from blocktrain.bench.serving.answers import Prompt, Way, write
 from blocktrain.config import Config
-from blocktrain.learning.compose import composition_of
-from blocktrain.learning.generate import Sampler
-from blocktrain.runs.folder import load_blocks, load_independents, read_manifest
-from blocktrain.serving.entry.decode import Answer, Picker, common
-from blocktrain.serving.entry.drafting import Drafter, Lean
+from blocktrain.learning.generate import Drafter, Picker, Sampler, Text, common_prefix
+from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.blocks import ComputeThread, FanBlocks
+from blocktrain.serving.entry.drafting import DraftBlock
 from blocktrain.serving.entry.entry import Entry
-from blocktrain.serving.entry.fan import FanSession, Home, Terms
+from blocktrain.serving.entry.failover import FanModel, Terms
+from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.route import Route
-from blocktrain.serving.entry.thread import ComputeThread
-from blocktrain.serving.holding import FanBlocks
-from blocktrain.serving.line.lines import Access
+from blocktrain.serving.line.stage_line import Access
 
 LENGTHS = (31, 7, 15, 3, 23, 1, 11)  # of the drafts, in turn: every number of rows from two to 32
 AT_ONCE = 4  # texts that are written side by side, so that stages batch them
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -48,22 +44,21 @@ class Agreement:
 
 
 @asynccontextmanager
-async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[Home]:
+async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[FanModel]:
     """What an entry has: a route, the block it drafts with, and the readout."""
-    manifest = read_manifest(folder)
-    config = manifest.config
-    thread, lines = (
-        ComputeThread(),
-        Route(route, Access(config.fingerprint, b"", manifest.model_hash)),
+    source = RunModel(folder)
+    config, thread = source.config, ComputeThread()
+    lines = Route(
+        route,
+        Access(config.fingerprint, b"", source.model, vocabulary=tokenizer_of(config).vocabulary),
     )
-    weights = None if manifest.pool_weights is None else torch.tensor(manifest.pool_weights)
-    readout = composition_of(config).readout(
-        config, lambda numbers: load_blocks(manifest, numbers, CPU), weights
-    )
-    local = FanBlocks(config, load_independents(manifest, [1], CPU), manifest.model_hash)
+    local = FanBlocks(config, source.load_blocks([1]), source.model)
+    readout = source.load_readout()
     try:
         await lines.start(30.0)
-        yield Home(lines, thread, local, frozenset({1}), readout, config.independent, config.width)
+        yield FanModel(
+            lines, thread, local, frozenset({1}), readout, config.independent, config.width
+        )
     finally:
         await lines.aclose()
         thread.close()
@@ -71,7 +66,7 @@ async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[Home]:
 
 async def compare(
     entry: Entry,
-    home: Home,
+    home: FanModel,
     prompts: Sequence[Prompt],
     size: int,
     progress: Callable[[float], None] = lambda _: None,
@@ -92,28 +87,29 @@ async def compare(
     return found
 
 
-async def _check(config: Config, home: Home, prompt: Prompt, text: bytes, found: Agreement) -> None:
+async def _check(
+    config: Config, home: FanModel, prompt: Prompt, text: bytes, found: Agreement
+) -> None:
     sampler = Sampler(prompt.seed)
-    answer, picker = Answer(prompt.text, len(text), config.context), Picker(sampler)
-    drafter = Drafter(Lean(config, home.local), sampler)
+    answer, picker = Text(prompt.text, len(text), config.context), Picker(sampler)
+    drafter = Drafter(DraftBlock(config, home.local).read, sampler)
     session = FanSession(home, Terms(allow_degraded=False))
     lengths = itertools.cycle(LENGTHS)
     try:
-        while answer.finish is None:
-            follows = text[len(text) - answer.left :]
+        while answer.left:
+            follows = tuple(text[len(text) - answer.left :])
             count = min(next(lengths), answer.room - 1)
-            known, window, begin = bytes(answer.text), answer.window, answer.begin
+            known, window, begin = answer.ids, answer.window, answer.begin
             draft = await home.thread.run(partial(drafter.draft, known, begin, count))
             logits = await session.score(window + draft, len(window) - 1)
-            right = common(draft, follows)
-            checked = follows[
-                : right + 1
-            ]  # a choice counts as long as the bytes before it are those of the text
+            right = common_prefix(draft, follows)
+            # A choice counts as long as the tokens before it are those of the text.
+            checked = follows[: right + 1]
             found.divergences += sum(
                 a != b for a, b in zip(checked, picker.picks(logits, len(known)), strict=False)
             )
             found.positions += len(checked)
             found.tried, found.right = found.tried + min(right + 1, count), found.right + right
-            answer.commit(checked)
+            answer.append(checked)
     finally:
         await session.aclose()

@@ -22,11 +22,13 @@ from blocktrain.bench.serving.stages import StageProcess, links, names, split, s
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.data import Source
+from blocktrain.learning.generate import Mode
 from blocktrain.learning.train import one_thread
 from blocktrain.runs.folder import read_manifest, write_json
-from blocktrain.serving.entry.entry import Entry, Mode
-from blocktrain.serving.entry.readers import AnswerFailed
-from blocktrain.serving.line.lines import StageLine
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.failover import AnswerFailed
+from blocktrain.serving.line.stage_line import StageLine
 from blocktrain.terminal import JobBars, console
 
 REPLICAS = 2
@@ -157,7 +159,7 @@ async def _measure(
     lines: Sequence[Shaped],
     told: Callable[[str, Result], None],
 ) -> tuple[list[Case], Result]:
-    entry = Entry(options.run, names(lines))
+    entry = Entry(RunModel(options.run), names(lines))
     draws = random.Random(options.seed)
     cases: list[Case] = []
     try:

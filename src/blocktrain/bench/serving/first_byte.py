@@ -18,6 +18,7 @@ from blocktrain.learning.compose import build_block
 from blocktrain.learning.model import build_reference
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import create_run, publish, read_manifest, seal
+from blocktrain.runs.served import RunModel
 from blocktrain.serving.entry.entry import Entry
 
 HOSTS = (2, 4)
@@ -103,7 +104,7 @@ def _row(
 async def _times(
     run: Path, route: Sequence[str], prompts: Sequence[Prompt], *, fan: bool
 ) -> list[float]:
-    entry = Entry(run, route, reference=not fan)
+    entry = Entry(RunModel(run, reference=not fan), route)
     way = Way("", "fan", "exact") if fan else Way("", "ring", "autoregressive")
     try:
         await entry.start(30.0)

@@ -27,18 +27,16 @@ from blocktrain.bench.serving.shape import Shape, buffer, model_hash, parse_shap
 from blocktrain.bench.serving.stages import START_SECONDS, STOP_SECONDS, carried, names
 from blocktrain.config import Config
 from blocktrain.errors import RunError
-from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import Picker, Sampler
 from blocktrain.learning.model import Cache
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import frames
 from blocktrain.runs.folder import write_json
-from blocktrain.serving.entry.cost import Line, Linear, ring_sweep
-from blocktrain.serving.entry.decode import Picker
-from blocktrain.serving.holding import ReferenceLayers
+from blocktrain.serving.blocks import ReferenceLayers, through_layers
+from blocktrain.serving.entry.drafting import LinearCost, LinkCost, ring_sweep
 from blocktrain.serving.line.address import parse_address
-from blocktrain.serving.line.lines import Access, Ring, StageLine
-from blocktrain.serving.stage import ragged
-from blocktrain.serving.stage.peer import Limits
-from blocktrain.serving.stage.stage import Stage
+from blocktrain.serving.line.stage_line import Access, Ring, StageLine
+from blocktrain.serving.stage.stage import Stage, StageLimits
 from blocktrain.terminal import JobBars, console
 
 PROMPT = b"\n"
@@ -127,7 +125,7 @@ def _estimate(shape: Shape, config: Config, path: Path, options: LargeOptions) -
         one, all_ = (_layer_seconds(shape, config, path, count) for count in (1, options.tokens))
     finally:
         torch.set_num_threads(before)
-    line = Line(options.link.rtt_ms / 1000, options.link.mbit * 1e6)
+    line = LinkCost(options.link.rtt_ms / 1000, options.link.mbit * 1e6)
 
     def sweep(positions: int, seconds: float) -> float:
         return ring_sweep(
@@ -135,7 +133,7 @@ def _estimate(shape: Shape, config: Config, path: Path, options: LargeOptions) -
             line,
             shape.blocks,
             shape.width * frames.ITEM[WIRE],
-            Linear(shape.layers * seconds),
+            LinearCost(shape.layers * seconds),
         )
 
     return {"autoregressive": options.tokens * sweep(1, one), "sweep": sweep(options.tokens, all_)}
@@ -150,7 +148,7 @@ def _layer_seconds(shape: Shape, config: Config, path: Path, positions: int) -> 
             cache = Cache(block, 1)
             x = torch.randn(1, positions, shape.width)
             began = time.perf_counter()
-            ragged.through_layers(block, x, [positions], [cache])
+            through_layers(block, x, [positions], [cache])
             found.append(time.perf_counter() - began)
     return min(found)
 
@@ -192,7 +190,12 @@ def _ring(options: LargeOptions, shape: Shape, config: Config, path: Path) -> It
             [hosts[0].address, *names(lines)],
             lines,
             pids,
-            Access(config.fingerprint, b"", model_hash(shape)),
+            Access(
+                config.fingerprint,
+                b"",
+                model_hash(shape),
+                vocabulary=tokenizer_of(config).vocabulary,
+            ),
         )
 
 
@@ -233,7 +236,7 @@ def hold(
     )
 
     async def serving() -> None:
-        stage = Stage(holding, limits=Limits(idle_seconds=HOUR), threads=threads)
+        stage = Stage(holding, limits=StageLimits(idle_seconds=HOUR), threads=threads)
         ended = asyncio.Event()
         control.send(await stage.start())
         asyncio.get_running_loop().add_reader(control.fileno(), ended.set)

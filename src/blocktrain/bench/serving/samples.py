@@ -8,7 +8,7 @@ from typing import Any
 
 from blocktrain.learning.compose import Model
 from blocktrain.learning.evaluate import Progress, text_bits
-from blocktrain.learning.generate import Sampler, autoregressive, sweep
+from blocktrain.learning.generate import Sampler, write, write_with
 from blocktrain.learning.model import IndependentBlock
 from blocktrain.learning.tokenizer import Bytes
 
@@ -33,23 +33,8 @@ def judge_samples(
     def written(number: int, sweeps: int | None) -> bytes:
         sampler = Sampler(seed + number)
         if sweeps is None:
-            return bytes(
-                autoregressive(
-                    model.scorer(), prompts[number], size, context, sampler, model.device
-                )
-            )
-        return bytes(
-            sweep(
-                model.scorer(),
-                model.drafter(),
-                prompts[number],
-                size,
-                context,
-                sampler,
-                sweeps,
-                model.device,
-            )
-        )
+            return bytes(write(model, prompts[number], size, sampler))
+        return bytes(write(model, prompts[number], size, sampler, mode="sweep", sweeps=sweeps))
 
     kinds: dict[str, Callable[[int], bytes]] = {
         "real": lambda i: bytes(valid[starts[i] + prompt_size : starts[i] + context])
@@ -58,7 +43,7 @@ def judge_samples(
     for k in SWEEPS:
         kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
     kinds["first_block"] = lambda i: bytes(
-        autoregressive(model.drafter(), prompts[i], size, context, Sampler(seed + i), model.device)
+        write_with(model.drafter(), prompts[i], size, context, Sampler(seed + i))
     )
     texts: dict[str, list[bytes]] = {name: [] for name in kinds}
     for done, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):

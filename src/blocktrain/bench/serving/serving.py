@@ -44,13 +44,16 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
-from blocktrain.learning.generate import Sampler
+from blocktrain.learning.generate import Drafter, Sampler
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, one_thread
 from blocktrain.runs.folder import ModelManifest, file_sha256, load_independent, read_manifest
-from blocktrain.serving.entry.drafting import Drafter, Lean
-from blocktrain.serving.entry.entry import Entry, Request
-from blocktrain.serving.entry.fan import Home
-from blocktrain.serving.line.lines import Access
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.entry.answer import Request
+from blocktrain.serving.entry.drafting import DraftBlock
+from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.failover import FanModel
+from blocktrain.serving.line.stage_line import Access
 
 SWEEPS = (1, 2, 4, 8)
 PROMPT, OUTPUT = 32, 96  # bytes, where the context has room for them
@@ -271,7 +274,7 @@ async def _near(
 ) -> Near:
     options = subject.options
     route = [stage.address for stage in fan]
-    entry = Entry(subject.run, route)
+    entry = Entry(RunModel(subject.run), route)
     try:
         await entry.start(30.0)
         async with fan_home(subject.run, route) as home:
@@ -306,7 +309,7 @@ async def _texts(
         ]
         progress(done / (len(ways) + subject.reference))
     if subject.reference:
-        alone = Entry(subject.run, reference=True)
+        alone = Entry(RunModel(subject.run, reference=True))
         try:
             await alone.start()
             way = subject.reference_ways[0]
@@ -321,7 +324,7 @@ async def _texts(
     return texts
 
 
-def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict[str, float]:
+def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: FanModel) -> dict[str, float]:
     """Bits per byte under the end-to-end model, of real text and of all that was written."""
     reference = (
         load_independent(subject.manifest.run, subject.config, REFERENCE, CPU)
@@ -329,9 +332,9 @@ def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict
         .eval()
     )
     with torch.inference_mode():
-        lean = Lean(subject.config, home.local)
+        block, size = DraftBlock(subject.config, home.local), subject.output
         drafted = [
-            Drafter(lean, Sampler(prompt.seed)).draft(prompt.text, 0, subject.output)
+            bytes(Drafter(block.read, Sampler(prompt.seed)).draft(tuple(prompt.text), 0, size))
             for prompt in subject.judged
         ]
     every = {"real": [prompt.real for prompt in subject.judged], "first block alone": drafted}
@@ -348,14 +351,16 @@ def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: Home) -> dict
 
 async def _costs(
     subject: Subject,
-    home: Home,
+    home: FanModel,
     fan: Sequence[StageProcess],
     ring: Sequence[StageProcess],
     acceptance: float,
 ) -> tuple[list[float], Costs]:
     """Software time of hops, and the parts of the cost model."""
     config, manifest = subject.config, subject.manifest
-    access = Access(config.fingerprint, b"", manifest.model_hash)
+    access = Access(
+        config.fingerprint, b"", manifest.model_hash, vocabulary=tokenizer_of(config).vocabulary
+    )
     async with timed_line(fan[0].address, access) as line:  # the stage with most blocks
         overheads = await hop_overhead(line, config.context, subject.options.sizes.hops)
         stage = await stage_cost(line, config.context)
@@ -405,7 +410,7 @@ async def _far(place: Place, progress: Callable[[float], None]) -> Far:
             way.request(subject.judged[n], subject.output) for n in subject.numbers(way, rtt_ms)
         ]
 
-    entry = Entry(subject.run, names(place.fan_lines))
+    entry = Entry(RunModel(subject.run), names(place.fan_lines))
     try:
         await entry.start(30.0)
         warm = subject.fan_ways[-1].request(replace(subject.judged[-1], seed=2**31), subject.output)
@@ -426,9 +431,8 @@ async def _far(place: Place, progress: Callable[[float], None]) -> Far:
         await entry.aclose()
     if subject.reference:
         ring = Entry(
-            subject.run,
+            RunModel(subject.run, reference=True),
             [*(stage.address for stage in place.own), *names(place.ring_lines)],
-            reference=True,
         )
         try:
             await ring.start(30.0)

@@ -1,13 +1,13 @@
-"""One answer's ring: the paper's path and the end-to-end reference, stage to stage or in this process.
+"""One answer's ring: the paper's path and the end-to-end reference, through stages or locally.
 
-The state belongs to the stages that hold it, so a ring does not survive the loss of one: the answer fails, the next one is routed anew.
+The stages hold the state, so a ring does not survive the loss of one: the answer fails, and the
+next one takes another route.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,34 +16,33 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.compose import euler_hop, in_pieces, position_noise, window_noise
+from blocktrain.learning.compose import euler_hop, in_pieces, window_noise
+from blocktrain.learning.generate import Tokens, common_prefix
 from blocktrain.learning.model import Cache, IndependentBlock, target_table
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
-from blocktrain.serving.entry.decode import Answer, Picker, common
-from blocktrain.serving.entry.readers import RESULT_BYTES, AnswerFailed, Tally
+from blocktrain.serving.blocks import ComputeThread
+from blocktrain.serving.entry.failover import RESULT_BYTES, AnswerFailed, Tally
 from blocktrain.serving.entry.route import Route, chain
-from blocktrain.serving.entry.thread import ComputeThread
-from blocktrain.serving.line.lines import Ring, StageLost, StageRefused
+from blocktrain.serving.line.stage_line import Ring, StageLost, StageRefused
 
 
 @dataclass(frozen=True)
-class RingHome:
-    """What all answers of an entry share: the route, and the model itself where no stage holds it."""
+class RingModel:
+    """What all answers of an entry share: the route, or the whole model if there is none."""
 
     route: Route
     thread: ComputeThread
     config: Config
     reference: bool
-    blocks: list[
-        IndependentBlock
-    ]  # all of them, or the reference alone, or none: then stages hold them
+    # All of them, or the reference alone, or none: then stages hold them.
+    blocks: list[IndependentBlock]
 
 
 class Walk(Protocol):
     """One traversal of all blocks."""
 
-    async def __call__(self, ids: bytes, run: frames.Run, state: Tensor | None) -> Tensor:
+    async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
         """Logits (wanted, V) of the last positions of the run."""
 
     async def aclose(self) -> None:
@@ -58,31 +57,30 @@ class RemoteWalk:
         self._session = secrets.randbits(63)
         self._opened = False
 
-    async def __call__(self, ids: bytes, run: frames.Run, state: Tensor | None) -> Tensor:
+    async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
         try:
             if not self._opened:
                 self._opened = True
                 await self._ring.open(self._session, self._wire)
-            found = await self._ring.run(self._session, run, ids, state)
+            logits = await self._ring.run(self._session, run, ids, state)
         except (StageLost, StageRefused) as error:
             raise AnswerFailed(
-                f"a ring cannot go on without one of its stages ({error}); ask again when it is back"
+                f"a ring cannot go on without one of its stages ({error}); "
+                "ask again when it is back"
             ) from None
-        hops = len(self._ring.lines)
-        size = frames.ITEM[self._wire]
-        width = (
-            state.shape[-1]
-            if state is not None
-            else self._ring.lines[0].facts.width
-            if self._ring.lines[0].facts
-            else 0
-        )
-        passed = hops if state is not None else hops - 1
-        self._tally.wire_bytes += (
-            hops * (frames.PREFIX.size + 16 + len(ids)) + passed * run.count * width * size
-        )
-        self._tally.wire_bytes += RESULT_BYTES + found.shape[-1] * run.wanted * size
-        return found[0]
+        self._count(len(ids), run, state, logits.shape[-1])
+        return logits[0]
+
+    def _count(self, ids: int, run: frames.Run, state: Tensor | None, logits: int) -> None:
+        """Add the bytes of one walk: ids on every hop, the state where it is passed on."""
+        first = self._ring.lines[0]
+        hops, size = len(self._ring.lines), frames.ITEM[self._wire]
+        width = first.facts.width if first.facts else 0
+        width, passed = (width, hops - 1) if state is None else (state.shape[-1], hops)
+        header = frames.PREFIX.size + 16
+        self._tally.wire_bytes += hops * (header + ids * first.access.id_bytes)
+        self._tally.wire_bytes += passed * run.count * width * size
+        self._tally.wire_bytes += RESULT_BYTES + run.wanted * logits * size
 
     async def aclose(self) -> None:
         """End the session at every stage."""
@@ -93,21 +91,21 @@ class RemoteWalk:
 class LocalEuler:
     """The paper's path in this process."""
 
-    def __init__(self, home: RingHome) -> None:
-        self._home, self._table = home, target_table(home.config)
+    def __init__(self, model: RingModel) -> None:
+        self._model, self._table = model, target_table(model.config)
 
-    async def __call__(self, ids: bytes, run: frames.Run, state: Tensor | None) -> Tensor:
-        return await self._home.thread.run(
-            lambda: self._walk(torch.tensor([list(ids)]), state, run)[0, -run.wanted :]
+    async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
+        return await self._model.thread.run(
+            lambda: self._walk(torch.tensor([ids]), state, run)[0, -run.wanted :]
         )
 
     def _walk(self, tokens: Tensor, state: Tensor | None, run: frames.Run) -> Tensor:
         if state is None:
             raise ValueError("a walk of the path begins with noise")
         z, logits = state[None], state
-        for number, block in enumerate(self._home.blocks, 1):
+        for number, block in enumerate(self._model.blocks, 1):
             logits, z = euler_hop(
-                self._home.config, number, block, self._table, tokens, z, tail=run.tail
+                self._model.config, number, block, self._table, tokens, z, tail=run.tail
             )
         return logits
 
@@ -118,12 +116,12 @@ class LocalEuler:
 class LocalReference:
     """The end-to-end model in this process."""
 
-    def __init__(self, home: RingHome) -> None:
-        self._thread, self._block = home.thread, home.blocks[0]
+    def __init__(self, model: RingModel) -> None:
+        self._thread, self._block = model.thread, model.blocks[0]
         self._cache = Cache(self._block, 1)
 
-    async def __call__(self, ids: bytes, run: frames.Run, state: Tensor | None) -> Tensor:
-        return await self._thread.run(lambda: self._read(torch.tensor([list(ids)]), run))
+    async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
+        return await self._thread.run(lambda: self._read(torch.tensor([ids]), run))
 
     def _read(self, tokens: Tensor, run: frames.Run) -> Tensor:
         self._cache.truncate(run.start)
@@ -139,69 +137,49 @@ class LocalReference:
 class RingSession:
     """The model for one answer, as `await score(window, start)`."""
 
-    def __init__(self, home: RingHome, wire: Wire, seed: int) -> None:
-        self._home, self._seed = home, seed
+    def __init__(self, model: RingModel, wire: Wire, seed: int) -> None:
+        self._model, self._seed = model, seed
         self.tally = Tally()
         self._walk = self._begin(wire)
-        self._known = b""
-        self._noise = torch.zeros(0, home.config.z_width)
+        self._known: Tokens = ()
+        self._noise = torch.zeros(0, model.config.z_width)
 
     def _begin(self, wire: Wire) -> Walk:
-        home = self._home
-        if home.blocks:
-            return LocalReference(home) if home.reference else LocalEuler(home)
-        lines = chain(home.route.lines, home.config.blocks)
+        model = self._model
+        if model.blocks:
+            return LocalReference(model) if model.reference else LocalEuler(model)
+        lines = chain(model.route.lines, model.config.blocks)
         if not lines:
             raise AnswerFailed(
-                f"the stages that answer do not hold blocks 1 to {home.config.blocks} one after another; "
+                "the stages that answer do not hold blocks 1 to "
+                f"{model.config.blocks} one after another; "
                 "start the missing ones with: blocktrain stage RUN --blocks ..."
             )
         return RemoteWalk(Ring(lines), wire, self.tally)
 
-    async def ahead(self, window: bytes) -> None:
-        """Nothing: a ring has no way to save."""
+    async def prefill(self, window: Tokens) -> None:
+        """Nothing: a ring saves no round trip by it."""
 
-    async def score(self, window: bytes, start: int) -> Tensor:
+    async def score(self, window: Tokens, start: int) -> Tensor:
         """Logits (T, V) of the window from position `start` on: one walk through all blocks."""
-        if self._home.reference:
-            at = min(start, common(self._known, window))
+        if self._model.reference:
+            at = min(start, common_prefix(self._known, window))
             self._known = window
             return await self._walk(
                 window[at:], frames.Run(0, at, len(window) - at, len(window) - start), None
             )
-        same = common(self._known, window)
-        more = window_noise(self._seed, window, self._home.config.z_width, same)
+        same = common_prefix(self._known, window)
+        more = window_noise(self._seed, window, self._model.config.z_width, same)
         self._known, self._noise = window, torch.cat([self._noise[:same], more])
         return await self.denoise(window, self._noise, len(window) - start)
 
-    async def denoise(self, ids: bytes, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
+    async def denoise(self, ids: Tokens, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
         """Logits (wanted, V) at the end of a walk that begins with this noise (T, Z)."""
         return await self._walk(
-            ids, frames.Run(0, 0, len(ids), wanted, tail), self._home.config.sigma_max * noise
+            ids, frames.Run(0, 0, len(ids), wanted, tail), self._model.config.sigma_max * noise
         )
 
     async def aclose(self) -> None:
         """Free the session everywhere."""
         with contextlib.suppress(BlockTrainError):  # it went with its stage
             await self._walk.aclose()
-
-
-async def from_noise(
-    session: RingSession, config: Config, answer: Answer, picker: Picker, sweeps: int
-) -> AsyncIterator[tuple[bytes, int]]:
-    """The paper's sweep, a tail's length at a time, as `compose.sweep_from_noise`: each chunk and how many walks it took."""
-    table = target_table(config)
-    seed = picker.sampler.seed
-    while answer.finish is None:
-        size = min(config.tail, answer.left)
-        known = bytes(answer.text[-(config.context - size + 1) :])
-        ids = known + bytes(size - 1)
-        first = len(answer.text) - len(known)
-        chunk: list[int] = []
-        for number in range(sweeps):
-            noise = position_noise(seed + number, first, len(ids), config.z_width)
-            if chunk:
-                noise[-size:] += table[torch.tensor(chunk)] / config.sigma_max
-            logits = await session.denoise(ids, noise, size, tail=size)
-            chunk = list(picker.picks(logits, len(answer.text)))
-        yield bytes(chunk), sweeps

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.frames import Why
-from blocktrain.serving.line.lines import Access, StageLine, StageLost, StageRefused
+from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
 
 QUEUE_MS = 2.0  # what a RUN that waits there counts for, beside a round trip
 WRONG = frozenset(
@@ -21,7 +21,7 @@ GHOST_SECONDS = (
 )
 LOOK_SECONDS = 5.0  # between two looks where the stages are, if somebody has to be asked
 
-Find = Callable[[str], Awaitable[Sequence[str]]]
+FindStages = Callable[[str], Awaitable[Sequence[str]]]
 """Where the stages of the model with this hash are now."""
 
 
@@ -81,7 +81,7 @@ def parse_route(text: str) -> tuple[str, ...]:
 class Route:
     """Warm lines to all stages that were named, or that are found."""
 
-    def __init__(self, stages: Sequence[str] | Find, access: Access) -> None:
+    def __init__(self, stages: Sequence[str] | FindStages, access: Access) -> None:
         self.lines: list[StageLine] = []
         self._access = access
         self._find = stages if callable(stages) else None
@@ -119,7 +119,7 @@ class Route:
             self._looking.cancel()
         await asyncio.gather(*(line.aclose() for line in self.lines))
 
-    async def _look(self, find: Find) -> None:
+    async def _look(self, find: FindStages) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             with contextlib.suppress(

@@ -1,30 +1,44 @@
-"""One connection to a stage, from dialling over the handshake to its end. What it means is decided by the line that holds it."""
+"""One connection to a stage: the socket, the handshake, tensors as bytes, and whether it lives.
+
+What a frame means is decided by the `StageLine` that holds the connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import frames, handshake
-from blocktrain.protocol.frames import Buffer, Frame, FrameError, Kind, Role, Why
+from blocktrain.protocol.frames import Buffer, Frame, FrameError, Kind, Role, Why, Wire
 from blocktrain.serving.line.address import parse_address
-from blocktrain.serving.line.wire import tune
 
 CONNECT_SECONDS = 3.0
 HANDSHAKE_SECONDS = 5.0
+DTYPES: dict[Wire, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
+LARGEST_HALF = 65504.0
+SILENCE = 0.85  # seconds beyond a round trip after which a silent line that owes an answer is lost
+TICK = 0.25  # seconds between PINGs while an answer is due
+IDLE_TICKS = 8  # and this many times as rarely otherwise
+SLOWEST = 1e6  # bytes per second that a line may need to send before silence counts
+SMOOTHING = 0.2
 
 
 class StageLost(BlockTrainError):
-    """The connection died, or nothing at all arrived although something was due."""
+    """The connection died, or nothing arrived although an answer was due."""
 
 
 class StageRefused(BlockTrainError):
-    """A stage's typed no; `code` is one of `frames.Why`."""
+    """A stage refused; `code` is one of `frames.Why`."""
 
     def __init__(self, code: str, sentence: str) -> None:
         self.code = code
@@ -33,41 +47,50 @@ class StageRefused(BlockTrainError):
 
 @dataclass(frozen=True)
 class Access:
-    """What a line needs to be let in. `model` is the hash that the stage's weights must have ("" takes any)."""
+    """What a line needs to be let in.
+
+    `model` is the hash that the stage's weights must have ("" takes any).
+    """
 
     fingerprint: str
     key: bytes = b""
     model: str = ""
     role: Role = "entry"
     tls: ssl.SSLContext | None = None
+    vocabulary: int = field(kw_only=True)
+
+    @property
+    def id_bytes(self) -> int:
+        """Width of an id on the wire."""
+        return frames.id_width(self.vocabulary)
 
 
-class Listener(Protocol):
-    """Who holds a connection and is told what happens on it."""
+class ConnectionOwner(Protocol):
+    """Who holds a connection and is called when something happens on it."""
 
     name: str
 
     def most_payload(self, kind: Kind, session: int) -> int:
         """How much a frame may carry."""
 
-    def begun(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
+    def on_welcome(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
         """The handshake is done."""
 
-    def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """Bytes arrived, and these frames are complete with them."""
 
-    def lost(self, connection: Connection, error: BlockTrainError) -> None:
+    def on_loss(self, connection: Connection, error: BlockTrainError) -> None:
         """It is over."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """Bytes <-> frames, and the handshake."""
 
-    def __init__(self, listener: Listener, access: Access) -> None:
+    def __init__(self, owner: ConnectionOwner, access: Access) -> None:
         loop = asyncio.get_running_loop()
         self.gone: asyncio.Future[None] = loop.create_future()
-        self._listener, self._access = listener, access
-        self._decoder = frames.Decoder(listener.most_payload)
+        self._owner, self._access = owner, access
+        self._decoder = frames.Decoder(owner.most_payload)
         self._transport: Any = None
         self._nonce = secrets.token_bytes(frames.NONCE)
         self._challenge = b""
@@ -75,10 +98,10 @@ class Connection(asyncio.BufferedProtocol):
         self._welcomed: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def dial(cls, listener: Listener, access: Access) -> Connection:
+    async def dial(cls, owner: ConnectionOwner, access: Access) -> Connection:
         """A connection after its handshake, or StageLost or StageRefused."""
-        made = cls(listener, access)
-        host, port = parse_address(listener.name)
+        made = cls(owner, access)
+        host, port = parse_address(owner.name)
         tls: dict[str, Any] = {}
         if access.tls is not None:
             tls = {
@@ -96,13 +119,13 @@ class Connection(asyncio.BufferedProtocol):
             welcomed = True
         except ssl.SSLCertVerificationError as error:
             raise StageRefused(
-                Why.WRONG_KEY, f"{listener.name} is not vouched for by --ca: {error.verify_message}"
+                Why.WRONG_KEY, f"{owner.name} is not vouched for by --ca: {error.verify_message}"
             ) from None
         except (OSError, TimeoutError, ValueError) as error:  # the last: a name that cannot be one
-            raise StageLost(f"cannot reach {listener.name}: {error}") from None
+            raise StageLost(f"cannot reach {owner.name}: {error}") from None
         finally:
             if not welcomed:
-                made.end(StageLost(f"the handshake with {listener.name} was given up"))
+                made.end(StageLost(f"the handshake with {owner.name} was given up"))
         return made
 
     def send(self, buffers: list[Buffer]) -> None:
@@ -120,7 +143,7 @@ class Connection(asyncio.BufferedProtocol):
             self._welcomed.exception()  # nobody may be waiting for it
         if self._transport is not None:
             self._transport.abort()
-        self._listener.lost(self, error)
+        self._owner.on_loss(self, error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The other end is there; it speaks first."""
@@ -140,27 +163,23 @@ class Connection(asyncio.BufferedProtocol):
             found, error = refused.before, refused
         while found and not self._welcomed.done():
             self._greet(found.pop(0).header)
-        self._listener.received(self, nbytes, found)
+        self._owner.on_frames(self, nbytes, found)
         if error is not None:
-            self.end(StageLost(f"{self._listener.name} sends what cannot be read: {error}"))
+            self.end(StageLost(f"{self._owner.name} sends what cannot be read: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone."""
-        self.end(StageLost(f"the connection to the stage {self._listener.name} was lost"))
+        self.end(StageLost(f"the connection to the stage {self._owner.name} was lost"))
         if not self.gone.done():
             self.gone.set_result(None)
 
     def _greet(self, header: frames.Header) -> None:
-        access, name = self._access, self._listener.name
+        access, name = self._access, self._owner.name
         if isinstance(header, frames.Challenge) and not self._challenge:
             self._challenge, self._greeted = header.nonce, time.monotonic()
-            self.send(
-                frames.encode(
-                    handshake.make_hello(
-                        access.key, header.nonce, self._nonce, access.role, access.fingerprint
-                    )
-                )
-            )
+            claim = (access.role, access.fingerprint, access.id_bytes)
+            hello = handshake.make_hello(access.key, header.nonce, self._nonce, *claim)
+            self.send(frames.encode(hello))
         elif isinstance(header, frames.Welcome) and self._challenge:
             try:
                 handshake.check_welcome(
@@ -175,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
                 self.end(StageRefused(error.why, f"{name}: {error}"))
                 return
             self._welcomed.set_result(None)
-            self._listener.begun(self, header, time.monotonic() - self._greeted)
+            self._owner.on_welcome(self, header, time.monotonic() - self._greeted)
         elif isinstance(header, frames.Error):
             self.end(StageRefused(header.code, f"{name} refuses: {header.sentence}"))
         else:
@@ -184,3 +203,103 @@ class Connection(asyncio.BufferedProtocol):
                     f"{name} does not speak this protocol; see whether it is a stage of this version"
                 )
             )
+
+
+@dataclass(frozen=True)
+class HeartbeatAction:
+    """Send a PING with this stamp (None: none), or give up; call again after so many seconds."""
+
+    ping: int | None
+    lost: bool
+    again: float
+
+
+@dataclass
+class Heartbeat:
+    """Whether the other end is alive: when to PING, and when silence means that it is lost.
+
+    Pure: the clock is an argument.
+    """
+
+    rtt: float = 0.0  # seconds, smoothed; 0: not measured
+    _received_at: float = 0.0
+    _due_since: float = 0.0  # since when an answer has been due without a break
+    _planned: float = 0.0
+    _sent_bytes: int = 0  # since anything was received
+    _ticks: int = 0
+    _stamp: int = 0
+    _pings: dict[int, float] = field(default_factory=dict)  # those without an answer
+
+    def reset(self, now: float) -> None:
+        """A new connection."""
+        self._received_at = self._due_since = self._planned = now
+        self._sent_bytes, self._pings = 0, {}
+
+    def on_sent(self, size: int) -> None:
+        self._sent_bytes += size
+
+    def on_received(self, now: float) -> None:
+        self._received_at, self._sent_bytes = now, 0
+
+    def on_request(self, now: float, due: bool) -> None:
+        """An answer is due from now on; `due` says whether one already was."""
+        if not due and not self._pings:
+            self._due_since = now
+
+    def on_pong(self, stamp: int, now: float) -> None:
+        sent = self._pings.pop(stamp, None)
+        if sent is not None:
+            self.on_round_trip(now - sent)
+
+    def on_round_trip(self, seconds: float) -> None:
+        self.rtt += (seconds - self.rtt) * (SMOOTHING if self.rtt else 1.0)
+
+    def beat(self, now: float, due: bool) -> HeartbeatAction:
+        """Called when the last action said so."""
+        waiting = due or bool(self._pings)
+        deadline = (
+            max(self._received_at, self._due_since)
+            + SILENCE
+            + self.rtt
+            + self._sent_bytes / SLOWEST
+        )
+        # A late call means that this process, or the whole machine, stood still: what arrived
+        # meanwhile is read first.
+        late = now >= self._planned + TICK
+        if waiting and now >= deadline and not late:
+            return HeartbeatAction(None, True, 0.0)
+        self._ticks += 1
+        ping = None
+        if due or self._ticks % IDLE_TICKS == 0:
+            self.on_request(now, due)
+            self._stamp += 1
+            self._pings[self._stamp] = now
+            ping = self._stamp
+        again = max(0.01, min(TICK, deadline - now)) if waiting and not late else TICK
+        self._planned = now + again
+        return HeartbeatAction(ping, False, again)
+
+
+def tensor_bytes(tensor: Tensor, wire: Wire) -> memoryview:
+    """The values as they are sent, if possible without a copy; fp16 clamps what it cannot hold."""
+    if wire == "fp16":
+        tensor = tensor.clamp(-LARGEST_HALF, LARGEST_HALF)
+    return tensor.detach().to(DTYPES[wire]).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def tensor_of(payload: Buffer, shape: tuple[int, ...], wire: Wire) -> Tensor:
+    """The inverse, in float32; without a conversion the tensor shares the payload's memory."""
+    return torch.frombuffer(payload, dtype=DTYPES[wire]).view(shape).float()
+
+
+def ids_tensor(payload: Buffer, id_bytes: int) -> Tensor:
+    """Tokens (T,) out of their bytes."""
+    return torch.from_numpy(np.frombuffer(payload, f"<u{id_bytes}").astype(np.int64))
+
+
+def tune(transport: asyncio.BaseTransport) -> None:
+    """Send small frames at once, and let the kernel notice hosts that vanished."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

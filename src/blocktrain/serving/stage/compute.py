@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blocktrain.learning.compose import PIECE
-from blocktrain.serving.holding import Holding, Part
-from blocktrain.serving.line.wire import DTYPES, tensor_bytes
+from blocktrain.serving.blocks import Rows, ServedBlocks
+from blocktrain.serving.line.connection import DTYPES, ids_tensor, tensor_bytes
 from blocktrain.serving.stage.sessions import Session, Work
 
 log = logging.getLogger("blocktrain.stage")
@@ -24,9 +24,9 @@ class Compute:
     """`put` work from the event loop; `done` is called there with what is finished, failed, or no longer wanted."""
 
     def __init__(
-        self, holding: Holding, done: Callable[[list[Work]], None], threads: int = 1
+        self, blocks: ServedBlocks, done: Callable[[list[Work]], None], threads: int = 1
     ) -> None:
-        self._holding, self._done, self._threads = holding, done, threads
+        self._blocks, self._done, self._threads = blocks, done, threads
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._turns: deque[Session] = deque()  # sessions with work, in the order of their turns
         self._thread: threading.Thread | None = None
@@ -95,11 +95,9 @@ class Compute:
                 continue
             work = session.works[0]
             rows = (
-                min(work.run.count - work.read, PIECE)
-                if self._holding.in_pieces
-                else work.run.count
+                min(work.run.count - work.read, PIECE) if self._blocks.in_pieces else work.run.count
             )
-            if chosen and (rows > room or not self._holding.in_pieces):
+            if chosen and (rows > room or not self._blocks.in_pieces):
                 self._turns.appendleft(session)
                 break
             chosen.append((work, rows))
@@ -117,7 +115,7 @@ class Compute:
         began = time.perf_counter()
         try:
             for (work, rows), found in zip(
-                chosen, self._holding.work([self._part(*c) for c in chosen]), strict=True
+                chosen, self._blocks.work([self._rows(*c) for c in chosen]), strict=True
             ):
                 work.found.append(found)
                 work.read += rows
@@ -134,13 +132,12 @@ class Compute:
         for work, _ in chosen:
             work.seconds += seconds
 
-    def _part(self, work: Work, rows: int) -> Part:
-        session, run, width = work.session, work.run, self._holding.state_width
+    def _rows(self, work: Work, rows: int) -> Rows:
+        session, run, width = work.session, work.run, self._blocks.state_width
         if session.memory is None:
-            session.memory = self._holding.fresh(session.blocks)
-        ids = torch.frombuffer(
-            work.payload, dtype=torch.uint8, offset=len(work.payload) - run.count
-        )
+            session.memory = self._blocks.fresh(session.blocks)
+        start = len(work.payload) - run.count * session.id_bytes
+        ids = ids_tensor(memoryview(work.payload)[start:], session.id_bytes)
         own = slice(work.read, work.read + rows)
         state = None
         if width:
@@ -151,11 +148,11 @@ class Compute:
         # Of the positions wanted, those in this piece; what is passed on is passed on whole.
         wanted = run.count if session.forwards or not run.wanted else run.wanted
         here = max(0, min(rows, work.read + rows - (run.count - wanted)))
-        return Part(
+        return Rows(
             session.memory,
             session.blocks,
             run.start + work.read,
-            ids[own].long()[None],
+            ids[own][None],
             state,
             run.tail,
             here,

@@ -17,14 +17,15 @@ from blocktrain.protocol.frames import (
     Topology,
     Why,
     Wire,
+    id_width,
 )
 from blocktrain.serving.line.address import parse_address
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blocktrain.serving.holding import Holding
-    from blocktrain.serving.stage.peer import Peer
+    from blocktrain.serving.blocks import ServedBlocks
+    from blocktrain.serving.stage.stage import Peer
 
 
 @dataclass(eq=False)
@@ -55,6 +56,7 @@ class Session:
     wire: Wire
     most: int
     blocks: tuple[int, ...]
+    id_bytes: int
     item: int  # bytes per position of a RUN
     remembers: bool
     next: str
@@ -115,10 +117,12 @@ class Session:
         return work
 
 
-def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: float) -> Session:
+def open_session(
+    served: ServedBlocks, number: int, asked: Open, owner: Peer, now: float
+) -> Session:
     """The session that an OPEN asks for, or FrameError."""
-    facts = holding.facts
-    if asked.topology != holding.topology:
+    facts = served.facts
+    if asked.topology != served.topology:
         raise FrameError(Why.NOT_FOR_RING if asked.topology == "ring" else Why.NOT_FOR_FAN)
     blocks = asked.blocks or facts.blocks
     if missing := [n for n in blocks if n not in facts.blocks]:
@@ -127,20 +131,21 @@ def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: f
         asked.topology == "ring" and blocks != facts.blocks
     ):
         raise FrameError(Why.WRONG_SHAPE, f"blocks {blocks} of {facts.blocks}")
-    width = holding.pass_width if asked.topology == "ring" else facts.width
+    width = served.pass_width if asked.topology == "ring" else facts.width
     if asked.width != width or not 1 <= asked.most <= facts.context:
         raise FrameError(
             Why.WRONG_SHAPE,
             f"width {asked.width} and {asked.most} positions instead of {width} and up to {facts.context}",
         )
     if asked.next:
-        if holding.last:
+        if served.last:
             raise FrameError(Why.WRONG_SHAPE, "nothing comes after the last block")
         try:
             parse_address(asked.next)
         except ConfigError as error:
             raise FrameError(Why.WRONG_SHAPE, str(error)) from None
-    item = 1 + holding.state_width * ITEM[asked.wire]
+    id_bytes = id_width(facts.vocabulary)
+    item = id_bytes + served.state_width * ITEM[asked.wire]
     return Session(
         number,
         owner,
@@ -148,13 +153,17 @@ def open_session(holding: Holding, number: int, asked: Open, owner: Peer, now: f
         asked.wire,
         asked.most,
         blocks,
+        id_bytes,
         item,
-        holding.remembers,
+        served.remembers,
         asked.next,
         now,
     )
 
 
-def most_payload(holding: Holding, kind: Kind) -> int:
+def most_payload(served: ServedBlocks, kind: Kind) -> int:
     """The largest payload that any session could send here: what is read over when its session is gone."""
-    return holding.facts.context * (1 + 4 * holding.state_width) if kind == Kind.RUN else 0
+    if kind != Kind.RUN:
+        return 0
+    facts = served.facts
+    return facts.context * (id_width(facts.vocabulary) + 4 * served.state_width)

@@ -1,8 +1,12 @@
-"""A stage: a TCP server that holds blocks of a model, keeps a cache per session, and answers in features, or passes state on."""
+"""A stage: a TCP server that computes blocks of a model.
+
+It keeps a cache per session, and answers in features or passes state on to the next stage.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import ssl
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,16 +15,34 @@ from typing import Any
 
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol import frames, handshake
-from blocktrain.protocol.frames import FrameError, Why
-from blocktrain.serving.holding import Holding
+from blocktrain.protocol.frames import Buffer, Frame, FrameError, Kind, Why
+from blocktrain.serving.blocks import ServedBlocks
 from blocktrain.serving.line.address import format_address
-from blocktrain.serving.line.lines import Access, StageLine
+from blocktrain.serving.line.connection import Access, tune
+from blocktrain.serving.line.stage_line import StageLine
 from blocktrain.serving.stage.compute import Compute
-from blocktrain.serving.stage.peer import Limits, Peer
-from blocktrain.serving.stage.sessions import Session, Work, open_session
+from blocktrain.serving.stage.sessions import Session, Work, most_payload, open_session
 
 BACKLOG = 1024
-CHECK_SECONDS = 0.25  # how often deadlines are looked at
+CHECK_SECONDS = 0.25  # how often deadlines are checked
+PEER_BUFFER = 8192  # bytes; larger payloads are received where they stay
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """What a stage accepts from connections before and after they proved the key."""
+
+    sessions: int = 256
+    unproven: int = 512  # connections that have not proved the key
+    peers: int = 256  # connections that have
+    followers: int = 16  # next stages of rings
+    waiting: int = 256  # RUNs of one connection, beyond which it is not read
+    handshake_seconds: float = 5.0
+    frame_seconds: float = 5.0  # for a frame that has begun, and to read what was sent ...
+    least_rate: float = 65536.0  # ... plus this many bytes per second
+    silence_seconds: float = 30.0  # peers PING more often
+    idle_seconds: float = 120.0  # of a session
+    goodbye_seconds: float = 1.0  # to read why a connection ends
 
 
 @dataclass(frozen=True)
@@ -37,19 +59,19 @@ class Stage:
 
     def __init__(
         self,
-        holding: Holding,
+        blocks: ServedBlocks,
         guard: Guard | None = None,
-        limits: Limits | None = None,
+        limits: StageLimits | None = None,
         *,
         threads: int = 1,
     ) -> None:
-        self.holding, self.guard, self.limits = holding, guard or Guard(), limits or Limits()
+        self.blocks, self.guard, self.limits = blocks, guard or Guard(), limits or StageLimits()
         self.queue = 0  # RUNs that are not answered yet
         self.rings: dict[int, Session] = {}
         self.address = ""
-        self._compute = Compute(holding, self._finished, threads)
-        self._strangers: dict[str, OrderedDict[Peer, None]] = {}
-        self._friends: set[Peer] = set()
+        self._compute = Compute(blocks, self._finished, threads)
+        self._unproven: dict[str, OrderedDict[Peer, None]] = {}
+        self._peers: set[Peer] = set()
         self._sessions: set[Session] = set()
         self._followers: dict[str, StageLine] = {}
         self._server: asyncio.Server | None = None
@@ -91,7 +113,7 @@ class Stage:
             opening.cancel()
         if self._server is not None:
             self._server.close()
-        for peer in [*self._friends, *self._all_strangers()]:
+        for peer in [*self._peers, *self._all_unproven()]:
             peer.transport.abort()
         await asyncio.gather(*self._closings)
         for line in self._followers.values():
@@ -107,7 +129,7 @@ class Stage:
         """Deadlines of connections and sessions."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            for peer in [p for p in (*self._friends, *self._all_strangers()) if p.overdue]:
+            for peer in [p for p in (*self._peers, *self._all_unproven()) if p.overdue]:
                 peer.refuse(FrameError(Why.TOO_SLOW))
             before = self.now() - self.limits.idle_seconds
             for session in [s for s in self._sessions if s.used < before and not s.waiting]:
@@ -124,41 +146,41 @@ class Stage:
 
     # -- connections
 
-    def _all_strangers(self) -> list[Peer]:
-        return [peer for group in self._strangers.values() for peer in group]
+    def _all_unproven(self) -> list[Peer]:
+        return [peer for group in self._unproven.values() for peer in group]
 
-    def stranger(self, peer: Peer) -> None:
+    def add_unproven(self, peer: Peer) -> None:
         """Somebody connected. When there are too many, the address that has most of them loses its oldest."""
-        self._strangers.setdefault(peer.address, OrderedDict())[peer] = None
-        if sum(len(group) for group in self._strangers.values()) > self.limits.strangers:
-            crowd = max(self._strangers.values(), key=len)
+        self._unproven.setdefault(peer.address, OrderedDict())[peer] = None
+        if sum(len(group) for group in self._unproven.values()) > self.limits.unproven:
+            crowd = max(self._unproven.values(), key=len)
             oldest, _ = crowd.popitem(last=False)
             oldest.transport.abort()
 
-    def friend(self, peer: Peer) -> None:
+    def add_peer(self, peer: Peer) -> None:
         """It has proved the key."""
-        if len(self._friends) >= self.limits.peers:
+        if len(self._peers) >= self.limits.peers:
             raise FrameError(Why.BUSY)
-        self._forget_stranger(peer)
-        self._friends.add(peer)
+        self._forget_unproven(peer)
+        self._peers.add(peer)
 
-    def left(self, peer: Peer) -> None:
+    def remove(self, peer: Peer) -> None:
         """A connection is over: its sessions are freed."""
-        self._forget_stranger(peer)
-        self._friends.discard(peer)
+        self._forget_unproven(peer)
+        self._peers.discard(peer)
         for session in list(peer.sessions.values()):
             self.end(session)
 
-    def _forget_stranger(self, peer: Peer) -> None:
-        group = self._strangers.get(peer.address)
+    def _forget_unproven(self, peer: Peer) -> None:
+        group = self._unproven.get(peer.address)
         if group is not None:
             group.pop(peer, None)
             if not group:
-                del self._strangers[peer.address]
+                del self._unproven[peer.address]
 
     def welcome(self, challenge: bytes, hello: bytes) -> frames.Welcome:
         """What this stage is, and the proof that it knows the key."""
-        f = self.holding.facts
+        f = self.blocks.facts
         said = frames.Welcome(
             bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model
         )
@@ -172,7 +194,7 @@ class Stage:
             raise FrameError(Why.TOO_MANY_SESSIONS, f"{self.limits.sessions} are open")
         if asked.topology == "ring" and number in self.rings:
             raise FrameError(Why.DUPLICATED, f"session {number}")
-        session = open_session(self.holding, number, asked, owner, self.now())
+        session = open_session(self.blocks, number, asked, owner, self.now())
         if session.next:
             line = self._follower(session.next)
             opening = self.loop.create_task(self._open_ring(session, line))
@@ -194,11 +216,16 @@ class Stage:
                         f"this stage already passes on to {self.limits.followers} others",
                     )
                 self._let_go(spare[0])
-            facts = self.holding.facts
+            facts = self.blocks.facts
             line = StageLine(
                 name,
                 Access(
-                    facts.fingerprint, self.guard.key, facts.model, "stage", self.guard.next_tls
+                    facts.fingerprint,
+                    self.guard.key,
+                    facts.model,
+                    "stage",
+                    self.guard.next_tls,
+                    vocabulary=facts.vocabulary,
                 ),
             )
             line.on_change = self._follower_changed
@@ -279,7 +306,8 @@ class Stage:
     def _hand_over(self, session: Session, work: Work, result: memoryview) -> None:
         run = work.run
         if session.next:
-            ids = memoryview(work.payload)[len(work.payload) - run.count :]
+            size = run.count * session.id_bytes
+            ids = memoryview(work.payload)[len(work.payload) - size :]
             try:
                 self._followers[session.next].forward(
                     session.number, work.sequence, run, [result, ids]
@@ -292,3 +320,213 @@ class Stage:
             run.epoch, first, work.count, self.queue, min(int(1e6 * work.seconds), 2**32 - 1)
         )
         session.owner.send(frames.encode(said, session.number, work.sequence, [result]))
+
+
+class Peer(asyncio.BufferedProtocol):
+    """One connection: bytes -> frames -> what they ask for."""
+
+    transport: Any
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.decoder = frames.Decoder(self._cap, PEER_BUFFER)
+        self.nonce = secrets.token_bytes(frames.NONCE)
+        self.role: frames.Role | None = None
+        self.address = ""
+        self.sessions: dict[int, Session] = {}
+        self.waiting = 0  # RUNs that are not answered yet
+        self.ended = False
+        self._paused = self._unread = False
+        self.heard = stage.now()
+        self._deadline: float | None = None  # of the handshake
+        self._began: float | None = None  # the frame that is on its way ...
+        self._announced = 0  # ... and its bytes
+        self._write_deadline: float | None = None
+
+    # -- bytes
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Somebody connected: a stranger, with a clock running."""
+        self.transport = transport
+        tune(transport)
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._deadline = self.stage.now() + self.stage.limits.handshake_seconds
+        self.stage.add_unproven(self)
+        self.send(frames.encode(frames.Challenge(self.nonce)))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go; those after the last word go nowhere."""
+        return memoryview(bytearray(PEER_BUFFER)) if self.ended else self.decoder.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They are there."""
+        if self.ended:
+            return
+        error: FrameError | None = None
+        try:
+            found = self.decoder.received(nbytes)
+        except FrameError as refused:
+            found, error = refused.before, refused
+        self.heard = self.stage.now()
+        for frame in found:
+            if not self.ended:
+                self._take(frame)
+        if error is not None:
+            self.refuse(error)
+        if found:
+            self._began, self._announced = None, 0
+        self._announced = max(self._announced, self.decoder.announced)
+        if self._announced and self._began is None:
+            self._began = self.heard
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Its sessions are over."""
+        self.ended = True
+        self.stage.remove(self)
+
+    def pause_writing(self) -> None:
+        """It does not read what it asked for."""
+        limits = self.stage.limits
+        size = self.transport.get_write_buffer_size()
+        self._write_deadline = self.stage.now() + limits.frame_seconds + size / limits.least_rate
+        self._unread = True
+        self.flow()
+
+    def resume_writing(self) -> None:
+        """It does again."""
+        self._write_deadline = None
+        self._unread = False
+        self.flow()
+
+    def flow(self) -> None:
+        """Read no more from whoever does not read, or has too much waiting."""
+        limit = self.stage.limits.waiting
+        paused = self._unread or self.waiting >= (limit // 2 if self._paused else limit)
+        if paused != self._paused and not self.transport.is_closing():
+            self._paused = paused
+            if paused:
+                self.transport.pause_reading()
+            else:
+                self.heard = self.stage.now()  # while nobody read, it could not be heard
+                if self._began is not None:
+                    self._began = self.heard
+                self.transport.resume_reading()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it has had more time than it is given."""
+        if self.ended:  # it has had its last word
+            return False
+        now, limits = self.stage.now(), self.stage.limits
+        if self._write_deadline is not None and now > self._write_deadline:
+            return True
+        if self._paused:
+            return False
+        if (
+            self._began is not None
+            and now > self._began + limits.frame_seconds + self._announced / limits.least_rate
+        ):
+            return True
+        return now > (
+            self.heard + limits.silence_seconds if self._deadline is None else self._deadline
+        )
+
+    def send(self, buffers: list[Buffer]) -> None:
+        """Write without waiting."""
+        if self.transport.is_closing():
+            return
+        self.transport.writelines(buffers)
+        if self._write_deadline is not None:
+            self._write_deadline += sum(map(len, buffers)) / self.stage.limits.least_rate
+
+    def refuse(self, error: FrameError, session: int = 0) -> None:
+        """Say why; unless it is about the session only, that is the last word."""
+        if self.ended or self.transport.is_closing():
+            return
+        self.send(frames.refusal(error, session))
+        if error.why in frames.SESSION_ONLY:
+            return
+        self.ended = True
+        self.stage.remove(self)
+        # To close at once while bytes are unread would reset the connection, and the peer might never read why.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.stage.add_unproven(
+            self
+        )  # until it has hung up it takes a place, and those are counted
+        self.stage.loop.call_later(self.stage.limits.goodbye_seconds, self.transport.abort)
+
+    # -- frames
+
+    def _cap(self, kind: Kind, session: int) -> int:
+        if self.role is None:
+            return 0
+        if kind == Kind.RUN and (found := self._session(session)) is not None:
+            return found.most_payload
+        return most_payload(self.stage.blocks, kind)
+
+    def _session(self, number: int) -> Session | None:
+        return self.stage.rings.get(number) if self.role == "stage" else self.sessions.get(number)
+
+    def _take(self, frame: Frame) -> None:
+        header = frame.header
+        try:
+            if self.role is None:
+                self._greet(header)
+            elif isinstance(header, frames.Run):
+                self._run(frame, header)
+            elif isinstance(header, frames.Ping):
+                self.send(frames.encode(frames.Pong(header.stamp, self.stage.queue)))
+            elif isinstance(header, frames.Open) and self.role == "entry":
+                self._open(frame, header)
+            elif isinstance(header, frames.Close) and self.role == "entry":
+                if session := self.sessions.get(frame.session):
+                    self.stage.end(session)
+            else:
+                raise FrameError(Why.UNEXPECTED, frame.kind.name)
+        except FrameError as error:
+            session = self._session(frame.session)
+            if session is not None and error.why in frames.SESSION_ONLY:
+                self.stage.end(session)
+                if session.owner is not self:
+                    session.owner.refuse(error, frame.session)
+            self.refuse(error, frame.session)
+
+    def _greet(self, header: frames.Header) -> None:
+        if not isinstance(header, frames.Hello):
+            raise FrameError(Why.UNEXPECTED, "something else than HELLO")
+        stage = self.stage
+        facts = stage.blocks.facts
+        expected = (facts.fingerprint, frames.id_width(facts.vocabulary))
+        handshake.check_hello(stage.guard.key, self.nonce, header, *expected)
+        stage.add_peer(self)
+        self.role, self._deadline = header.role, None
+        self.send(frames.encode(stage.welcome(self.nonce, header.nonce)))
+
+    def _open(self, frame: Frame, asked: frames.Open) -> None:
+        if frame.session in self.sessions:
+            raise FrameError(Why.DUPLICATED, f"session {frame.session}")
+        if frame.sequence:
+            raise FrameError(Why.OUT_OF_ORDER, f"OPEN with sequence {frame.sequence}")
+        session = self.stage.open(frame.session, asked, self)
+        self.sessions[frame.session] = session
+        if not session.next:
+            self.opened(session)
+
+    def opened(self, session: Session) -> None:
+        """It is ready."""
+        answering = session.blocks if session.topology == "fan" else session.blocks[-1:]
+        self.send(
+            frames.encode(
+                frames.Opened(answering, self.stage.blocks.answer_width()), session.number
+            )
+        )
+
+    def _run(self, frame: Frame, run: frames.Run) -> None:
+        session = self._session(frame.session)
+        if session is None:
+            raise FrameError(Why.UNKNOWN_SESSION, f"session {frame.session}")
+        session.used = self.heard
+        work = session.admit(frame.sequence, run, frame.payload, gaps=self.role == "stage")
+        if work is not None:
+            self.stage.put(work, self)

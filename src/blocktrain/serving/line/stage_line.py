@@ -13,13 +13,18 @@ from typing import Any
 from torch import Tensor
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.tokenizer import ByteTokenizer
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import ITEM, SENTENCES, Buffer, Frame, Topology, Why, Wire
 from blocktrain.serving.line.address import parse_address
-from blocktrain.serving.line.connection import Access, Connection, StageLost, StageRefused
-from blocktrain.serving.line.pulse import Pulse
-from blocktrain.serving.line.wire import tensor_bytes, tensor_of
+from blocktrain.serving.line.connection import (
+    Access,
+    Connection,
+    Heartbeat,
+    StageLost,
+    StageRefused,
+    tensor_bytes,
+    tensor_of,
+)
 
 PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, the longest
 REFUSED_PAUSE = 5.0  # where somebody has to change something first
@@ -84,7 +89,7 @@ class StageLine:
         self._sessions: dict[int, _Session] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()  # whether there is an outcome of an attempt to connect
-        self._pulse = Pulse()
+        self._heartbeat = Heartbeat()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -123,7 +128,7 @@ class StageLine:
             self._keeper = None
         if self._connection is not None:
             connection = self._connection
-            self.lost(connection, StageLost(f"the line to {self.name} is closed"))
+            self.on_loss(connection, StageLost(f"the line to {self.name} is closed"))
             connection.close()
 
     # -- sessions
@@ -153,7 +158,7 @@ class StageLine:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if topology == "ring":  # its last block answers, in state or in logits
             self._sessions[session] = _Session(
-                wire, asked.most, facts.blocks[-1:], (width, ByteTokenizer.vocabulary), opened
+                wire, asked.most, facts.blocks[-1:], (width, self.access.vocabulary), opened
             )
         else:
             self._sessions[session] = _Session(
@@ -163,12 +168,12 @@ class StageLine:
         if topology == "ring":
             await opened
 
-    async def run(self, session: int, epoch: int, start: int, ids: bytes) -> Tensor:
+    async def run(self, session: int, epoch: int, start: int, ids: Sequence[int]) -> Tensor:
         """Features (blocks, T, W) in float32 of the ids from `start` on. Several calls may be in flight."""
         return await self.submit(session, frames.Run(epoch, start, len(ids)), ids)
 
     def submit(
-        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+        self, session: int, run: frames.Run, ids: Sequence[int], state: Tensor | None = None
     ) -> asyncio.Future[Tensor]:
         """Send a RUN now; its answer comes in the future. `state` (T, width) is what a ring passes on."""
         return _submit([self], session, run, ids, state)
@@ -177,7 +182,7 @@ class StageLine:
         """Let the answer to the session's next RUN, or what prevents it, go to a future; gives the RUN's sequence."""
         self._alive()
         known = self._session(session)
-        self._pulse.asked(time.monotonic(), self._anything_due())
+        self._heartbeat.on_request(time.monotonic(), self._anything_due())
         known.sequence += 1
         known.due[known.sequence] = _Due(run.epoch, run.wanted or run.count, future)
         return known.sequence
@@ -228,7 +233,7 @@ class StageLine:
     def _send(self, connection: Connection, buffers: list[Buffer]) -> None:
         size = sum(map(len, buffers))
         self.bytes_out += size
-        self._pulse.sent(size)
+        self._heartbeat.on_sent(size)
         connection.send(buffers)
 
     # -- the connection
@@ -250,19 +255,19 @@ class StageLine:
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, PAUSES[1])
 
-    def begun(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
+    def on_welcome(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
         """(By the connection.) The stage is there."""
         self._connection, self.facts, self.blocks = connection, welcome, welcome.blocks
         self.refusal, self._sessions = None, {}
-        self._pulse.begin(time.monotonic())
-        self._pulse.measured(rtt)
-        self.rtt_ms = 1e3 * self._pulse.rtt
+        self._heartbeat.reset(time.monotonic())
+        self._heartbeat.on_round_trip(rtt)
+        self.rtt_ms = 1e3 * self._heartbeat.rtt
         self._beat()
         self._tried.set()
         if self.on_change:
             self.on_change(self)
 
-    def lost(self, connection: Connection, error: BlockTrainError) -> None:
+    def on_loss(self, connection: Connection, error: BlockTrainError) -> None:
         """(By the connection.) It is over; all that was on it fails."""
         if connection is not self._connection:
             return
@@ -280,7 +285,7 @@ class StageLine:
         """PING, or give the line up, as its pulse says."""
         if self._connection is None:
             return
-        beat = self._pulse.beat(time.monotonic(), self._anything_due())
+        beat = self._heartbeat.beat(time.monotonic(), self._anything_due())
         if beat.lost:
             self._connection.end(StageLost(f"the stage {self.name} is silent"))
             return
@@ -296,16 +301,16 @@ class StageLine:
             return 0
         known = self._sessions.get(session)
         if known is None:  # a late answer to a session that was closed: read over it
-            width = max(self.facts.width, self.facts.z_width, ByteTokenizer.vocabulary)
+            width = max(self.facts.width, self.facts.z_width, self.access.vocabulary)
             return min(4 * len(self.facts.blocks) * self.facts.context * width, MOST_ANSWER)
         return min(
             len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER
         )
 
-    def received(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
         """(By the connection.) Bytes are a sign of life, frames are answers."""
         self.bytes_in += count
-        self._pulse.heard(time.monotonic())
+        self._heartbeat.on_received(time.monotonic())
         for frame in found:
             if connection is self._connection:
                 self._take(connection, frame)
@@ -319,8 +324,8 @@ class StageLine:
                 self._answered(connection, known, frame, header)
         elif isinstance(header, frames.Pong):
             self.queue = header.queue
-            self._pulse.pong(header.stamp, time.monotonic())
-            self.rtt_ms = 1e3 * self._pulse.rtt
+            self._heartbeat.on_pong(header.stamp, time.monotonic())
+            self.rtt_ms = 1e3 * self._heartbeat.rtt
         elif isinstance(header, frames.Opened):
             if known is not None and not known.opened.done():
                 self._opened(connection, known, header)
@@ -390,13 +395,13 @@ class Ring:
         )
 
     async def run(
-        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+        self, session: int, run: frames.Run, ids: Sequence[int], state: Tensor | None = None
     ) -> Tensor:
         """What the last stage makes of it: logits (1, T, V) in float32 of the positions wanted."""
         return await self.submit(session, run, ids, state)
 
     def submit(
-        self, session: int, run: frames.Run, ids: bytes, state: Tensor | None = None
+        self, session: int, run: frames.Run, ids: Sequence[int], state: Tensor | None = None
     ) -> asyncio.Future[Tensor]:
         """The same as a future; a line of the ring that is lost, or refuses, ends it."""
         return _submit(self.lines, session, run, ids, state)
@@ -408,14 +413,19 @@ class Ring:
 
 
 def _submit(
-    lines: Sequence[StageLine], session: int, run: frames.Run, ids: bytes, state: Tensor | None
+    lines: Sequence[StageLine],
+    session: int,
+    run: frames.Run,
+    ids: Sequence[int],
+    state: Tensor | None,
 ) -> asyncio.Future[Tensor]:
     """Send a RUN to the first line; the answer comes on the last, and trouble on any."""
     future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
     sequences = [line.expect(session, run, future) for line in lines]
     payload: list[Buffer] = (
-        [ids] if state is None else [tensor_bytes(state, lines[0].wire_of(session)), ids]
+        [] if state is None else [tensor_bytes(state, lines[0].wire_of(session))]
     )
+    payload.append(frames.pack_ids(ids, lines[0].access.id_bytes))
     lines[0].forward(session, sequences[0], run, payload)
     if len(lines) > 1:
         waiting = list(zip(lines, sequences, strict=True))

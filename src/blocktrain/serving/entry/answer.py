@@ -1,0 +1,307 @@
+"""One answer: drives a text loop with an entry's drafts and sweeps, and says what was written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from blocktrain.config import Config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.generate import (
+    Commit,
+    Denoise,
+    Draft,
+    Drafter,
+    DraftSource,
+    Mode,
+    Picker,
+    Score,
+    Step,
+    Text,
+    Tokens,
+    text_loop,
+)
+from blocktrain.serving.blocks import ComputeThread
+from blocktrain.serving.entry.drafting import Pace
+from blocktrain.serving.entry.failover import AnswerFailed, retrieve_exception
+from blocktrain.serving.entry.fan import FanSession
+from blocktrain.serving.entry.ring import RingSession
+
+SLICE = 8  # tokens that are drafted before another answer may compute
+LOOK_SECONDS = 0.005  # between two looks whether there is time to draft on
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to write, and how. An answer that is not complete after `deadline` seconds fails."""
+
+    prompt: bytes
+    max_tokens: int = 256
+    mode: Mode = "exact"
+    sweeps: int = 1
+    draft: DraftSource = "first-block"
+    seed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[bytes, ...] = ()
+    allow_degraded: bool = True
+    deadline: float = 600.0
+
+
+@dataclass
+class Stats:
+    """How an answer was written, up to now."""
+
+    mode: str
+    sweeps: int = 0
+    drafted: int = 0
+    accepted: int = 0  # of the drafted tokens
+    accepted_per_sweep: list[int] = field(default_factory=list)
+    wire_bytes: int = 0
+    degraded: tuple[int, ...] = ()  # blocks that some of it was written without
+    failovers: int = 0
+    near_ties: int = 0
+    prompt_tokens: int = 0
+    prompt_bytes_cut: int = 0
+    tokens: int = 0  # whose text was shown
+    first_byte_ms: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some more text. All pieces of an answer share `stats`; the last one has `finish`."""
+
+    text: bytes
+    finish: Finish | None
+    stats: Stats
+
+
+@dataclass
+class SharedCompute:
+    """What all answers of an entry share to compute with."""
+
+    thread: ComputeThread
+    pace: Pace = field(default_factory=Pace)
+    answers: int = 0  # under way
+
+
+class Output:
+    """The text of an answer as it may be shown: up to a stop word, and no part of one."""
+
+    def __init__(self, decode: Callable[[int], bytes], stop: Sequence[bytes] = ()) -> None:
+        self._decode = decode
+        self._stop = [word for word in stop if word]
+        self._text = bytearray()
+        self._ends: list[int] = []  # of the text of each token
+        self._shown = 0
+        self.stopped = False
+
+    def take(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            for byte in self._decode(token):
+                self._text.append(byte)
+                if word := next((w for w in self._stop if self._text.endswith(w)), None):
+                    del self._text[-len(word) :]
+                    self.stopped = True
+                    return
+            self._ends.append(len(self._text))
+
+    def show(self, *, final: bool) -> bytes:
+        """What was not shown before, without an end that may yet become a stop word."""
+        until = len(self._text)
+        if self._stop and not final:
+            longest = min(max(map(len, self._stop)) - 1, until - self._shown)
+            ends = (
+                size
+                for size in range(longest, 0, -1)
+                if any(word.startswith(self._text[-size:]) for word in self._stop)
+            )
+            until -= next(ends, 0)
+        shown = bytes(self._text[self._shown : until])
+        self._shown = max(until, self._shown)
+        return shown
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were shown whole."""
+        return sum(end <= self._shown for end in self._ends)
+
+
+@dataclass
+class Answer:
+    """An answer under way."""
+
+    request: Request
+    config: Config
+    text: Text
+    output: Output
+    picker: Picker
+    session: FanSession | RingSession
+    drafter: Drafter | None
+    shared: SharedCompute
+    stats: Stats
+    deadline: float  # on the loop's clock
+    began: float = field(default_factory=time.perf_counter)
+    window: int = -1  # where the window begins that the stages know
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The text as it comes. Closing this frees the sessions everywhere."""
+        request = self.request
+        loop = text_loop(
+            self.text,
+            self.picker,
+            self.config,
+            mode=request.mode,
+            sweeps=request.sweeps,
+            draft=request.draft,
+        )
+        self.shared.answers += 1
+        try:
+            result: Tokens | Tensor | None = None
+            shown = b""
+            while self._finish() is None:
+                step = loop.send(result)
+                result = await self._perform(step)
+                shown = b""
+                if isinstance(step, Commit):
+                    shown = self.output.show(final=self._finish() is not None)
+                if shown and self._finish() is None:
+                    yield self._piece(shown)
+            yield self._piece(shown)
+        finally:
+            self.shared.answers -= 1
+            await self.session.aclose()
+
+    def _finish(self) -> Finish | None:
+        if self.output.stopped:
+            return "stop"
+        return None if self.text.left else "length"
+
+    def _piece(self, shown: bytes) -> Piece:
+        stats, tally = self.stats, self.session.tally
+        stats.seconds = time.perf_counter() - self.began
+        if shown and not stats.first_byte_ms:
+            stats.first_byte_ms = 1000 * stats.seconds
+        stats.wire_bytes, stats.failovers = tally.wire_bytes, tally.failovers
+        stats.degraded = tuple(sorted(tally.missing))
+        stats.near_ties, stats.tokens = self.picker.near_ties, self.output.tokens
+        return Piece(shown, self._finish(), stats)
+
+    # -- the steps of a loop
+
+    async def _perform(self, step: Step) -> Tokens | Tensor | None:
+        if isinstance(step, Draft):
+            pace = self.shared.pace
+            count = step.most if step.whole else pace.best_draft(step.most)
+            if count:
+                await self._prefill()
+            return await self._draft(count)
+        if isinstance(step, Score):
+            return await (self._overlap(step) if step.drafted else self._score(step))
+        if isinstance(step, Denoise):
+            return await self._denoise(step)
+        self._commit(step)
+        return None
+
+    def _commit(self, step: Commit) -> None:
+        self.output.take(step.tokens)
+        if step.drafted is None:
+            return
+        stats, pace = self.stats, self.shared.pace
+        stats.drafted, stats.accepted = stats.drafted + step.drafted, stats.accepted + step.accepted
+        stats.accepted_per_sweep.append(step.accepted)
+        if self.request.mode != "exact":
+            return
+        if step.drafted:
+            pace.verified(step.accepted, step.drafted)
+        else:
+            pace.skipped_draft()
+
+    async def _score(self, step: Score) -> Tensor:
+        """One sweep."""
+        began, known, tally = time.perf_counter(), self.window, self.session.tally
+        begin = self.text.begin
+        async with self._deadline():
+            logits = await self.session.score(step.window, step.start)
+        self.stats.sweeps += 1
+        self.window = begin
+        if known == begin and not tally.troubled:
+            self.shared.pace.sweep.add(tally.positions, time.perf_counter() - began)
+        return logits
+
+    async def _overlap(self, step: Score) -> Tensor:
+        """A sweep, while which drafting goes on."""
+        sweep = asyncio.create_task(self._score(step))
+        sweep.add_done_callback(retrieve_exception)
+        try:
+            await self._draft_on(step.drafted, sweep)
+            return await sweep
+        finally:
+            sweep.cancel()
+
+    async def _denoise(self, step: Denoise) -> Tensor:
+        if not isinstance(self.session, RingSession):
+            raise ConfigError("only a model composed by euler can write from noise")
+        async with self._deadline():
+            logits = await self.session.denoise(step.ids, step.noise, step.tail, tail=step.tail)
+        self.stats.sweeps += 1
+        return logits
+
+    async def _prefill(self) -> None:
+        """Let the stages read a window that they do not know yet while the draft is made."""
+        window = self.text.window
+        if self.window != self.text.begin and len(window) > SLICE:
+            await self.session.prefill(window[:-1])
+
+    async def _draft(self, count: int) -> Tokens:
+        """`count` tokens that may follow the text."""
+        drafter, text, begin = self.drafter, self.text.ids, self.text.begin
+        if drafter is None or not count:
+            return ()
+        shared, began, ready = self.shared, time.perf_counter(), drafter.ready(text)
+        known = drafter.knows(begin)
+        draft: Tokens = ()
+        while len(draft) < count:
+            target = min(count, max(len(draft), ready) + SLICE) if shared.answers > 1 else count
+            draft = await shared.thread.run(partial(drafter.draft, text, begin, target))
+        if known:  # else most of the time went into reading the window
+            shared.pace.drafted(count - ready, time.perf_counter() - began)
+        return draft
+
+    async def _draft_on(self, drafted: int, sweep: asyncio.Task[Tensor]) -> None:
+        """Draft on as if the draft were right, as long as no other answer has to compute."""
+        await asyncio.sleep(0)  # the sweep is sent first
+        pace, room = self.shared.pace, self.text.room
+        most = min(room, drafted + 1 + pace.best_draft(room))
+        if not pace.worth_going_on(drafted):
+            return
+        count = drafted
+        while count < most and not sweep.done():
+            if self.shared.thread.idle:
+                count = min(count + SLICE // 2, most)
+                await self._draft(count)
+            else:
+                await asyncio.wait([sweep], timeout=LOOK_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        """Fail the answer at its deadline, whatever it waits for then."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                yield
+        except TimeoutError:
+            late = (
+                f"the answer was not complete after {self.request.deadline:g} s; "
+                "ask for less, raise --deadline, or see which host is slow"
+            )
+            raise AnswerFailed(self.session.tally.lacks or late) from None
