@@ -1,4 +1,4 @@
-"""What all tests share: a small learnable corpus, small settings, and small models. Nothing here reaches the network."""
+"""What all tests share: a learnable corpus, small settings and models. Nothing needs a network."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # threads that wait for each other on a busy machine cost six times the work
-os.environ.setdefault(
-    "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
-)  # some virtual machines announce AMX and cannot run it
+# On a busy machine threads that wait for each other cost six times the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some virtual machines announce AMX and cannot run it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
@@ -34,16 +32,23 @@ settings.load_profile("suite")
 
 Tiny = Callable[..., Config]
 
-# Files that take minutes. They come first: tests that run side by side are then done sooner.
+# Files that take longest start first, so that no core is idle at the end.
 LONGEST = (
+    "test_golden",
     "test_docs",
+    "test_bench_serving",
     "test_bench_quality",
     "test_bench_transport",
-    "test_bench_serving",
-    "test_cli",
     "test_faults",
+    "test_cli",
+    "test_embedded",
+    "test_openai",
+    "test_bench_coordinator",
     "test_scoring",
 )
+# Long files whose tests share no fixture: each test may run on any core. All other files stay
+# together, because their tests share what is costly to set up.
+SPLIT = ("test_faults", "test_embedded")
 
 WORDS = [
     "amber",
@@ -108,7 +113,7 @@ def tiny() -> Tiny:
 
 
 def random_model(config: Config) -> Model:
-    """All blocks with random weights everywhere, also where training starts at zero, so that every path is seen."""
+    """Random weights everywhere, also where training starts at zero: every path counts."""
     blocks = {n: build_block(config, n) for n in range(1, config.blocks + 1)}
     composition_of(config).connect(config, blocks)
     generator = torch.Generator().manual_seed(5)
@@ -145,7 +150,7 @@ def train_model(config: Config, corpus: Corpus) -> Model:
 
 @pytest.fixture(scope="session")
 def trained(corpus: Corpus) -> Model:
-    """A small run, trained as `local` does it, pool weights fitted."""
+    """A small trained model with fitted pool weights."""
     config = tiny_config(
         blocks=4,
         width=24,
@@ -167,12 +172,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C must reach what tests start, also where the suite runs in the background and is deaf to it itself."""
+    """Ctrl-C must reach what tests start, also where the suite runs in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """(By pytest.)"""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:  # for --dist loadgroup: what is in one group stays on one core
+        if item.get_closest_marker("xdist_group") is None:
+            alone = item.path.stem in SPLIT
+            item.add_marker(pytest.mark.xdist_group(item.name if alone else item.path.stem))

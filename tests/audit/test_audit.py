@@ -31,8 +31,8 @@ from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.prepare import prepare
 from blocktrain.web.client import LocalClient
+from support.manual_worker import CONFIG, IDENTITIES, play
 from support.protocol_samples import FACTS
-from support.small_run import CONFIG, PEOPLE, play
 
 Body = dict[str, Any]
 Change = Callable[[list[tuple[str, Body]]], None]
@@ -187,7 +187,7 @@ def resign(told: list[tuple[str, Body]]) -> None:
     for kind, body in told:
         if kind == "update":
             said = Submission.model_validate_json(json.dumps(body["submission"]))
-            signed = next(me for me in PEOPLE.values() if me.worker == said.worker).sign(said)
+            signed = next(me for me in IDENTITIES.values() if me.worker == said.worker).sign(said)
             body["submission"] = signed.model_dump(mode="json")
 
 
@@ -223,7 +223,9 @@ def answer_twice(told: list[tuple[str, Body]]) -> None:
 
 def lease_again(told: list[tuple[str, Body]]) -> None:
     where = told.index(("update", nth(told, "update")))
-    told.insert(where, ("lease", {**nth(told, "lease"), "fence": 2, "worker": PEOPLE["c"].worker}))
+    told.insert(
+        where, ("lease", {**nth(told, "lease"), "fence": 2, "worker": IDENTITIES["c"].worker})
+    )
 
 
 def reverse(told: list[tuple[str, Body]]) -> None:
@@ -427,7 +429,7 @@ def test_damaged_and_missing_blobs_are_found(copy: Path) -> None:
 
 def test_a_body_has_one_spelling(folder: Path) -> None:
     entry = Folder(folder).record().entries[4]
-    assert facts(ledger.JoinFacts, entry).worker == PEOPLE["a"].worker
+    assert facts(ledger.JoinFacts, entry).worker == IDENTITIES["a"].worker
     for body in (
         entry.body.replace(",", ", ", 1),
         "[]",

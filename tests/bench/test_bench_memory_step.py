@@ -1,4 +1,4 @@
-"""What a worker holds and how long its step takes, at a small scale, and that the counting itself is right."""
+"""Memory of a worker and time of its step, at a small scale, and that the counting is right."""
 
 from __future__ import annotations
 

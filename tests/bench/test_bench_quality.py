@@ -1,4 +1,4 @@
-"""The quality bench at tiny scale: all rows are there, the same bench goes on instead of starting again, leakage shows."""
+"""The quality bench at tiny scale: all rows, a second call that continues, and leakage."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ NAMES = [
 ]
 
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # a minute and a half on two free cores; other tests run beside it
+pytestmark = pytest.mark.timeout(600)  # a minute on two free cores; other tests run beside it
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -91,7 +89,10 @@ def test_samples_are_judged_beside_real_text(measured: tuple[Path, dict[str, Any
 
 
 def test_below_sigma_one_the_target_leaks(measured: tuple[Path, dict[str, Any]]) -> None:
-    """The training loss falls with sigma_min, because the answer shows through the noise; the composed model does not profit."""
+    """The training loss falls with sigma_min, because the answer shows through the noise.
+
+    The composed model does not profit.
+    """
     leakage = measured[1]["per_seed"][0]["leakage"]
     assert [row["sigma_min"] for row in leakage] == [0.05, 0.2, 1.0]
     assert leakage[0]["train_ce_last_block"] < leakage[2]["train_ce_last_block"] - 1

@@ -1,4 +1,4 @@
-"""The serving benches at tiny scale: real stages behind shaped lines, every row, the same text, and nothing faster than its line."""
+"""The serving benches at tiny scale: real stages behind shaped links, every row, the same text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = 6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
-    """What the benches train when they are given no run, shorter."""
+    """What the benches train when they get no run, with fewer steps."""
     folder = tmp_path_factory.mktemp("bench") / "model"
     small = {
         "width": 16,
@@ -138,6 +138,7 @@ def test_what_does_not_fit_into_rows_is_there(served: dict[str, Any]) -> None:
 # -- bench failover
 
 
+@pytest.mark.xdist_group("bench_failover")
 def test_answers_survive_kills_and_black_holes(run: Path) -> None:
     counts = ("--kills", str(KILLS), "--blackholes", str(BLACKHOLES))
     found = bench("failover", run.parent, *counts, "--run", str(run), "--rtt-ms", "10")
@@ -162,6 +163,7 @@ def test_answers_survive_kills_and_black_holes(run: Path) -> None:
 # -- bench serving --shape
 
 
+@pytest.mark.xdist_group("bench_shape")
 def test_a_small_shape_is_served_as_the_large_one_is(tmp_path: Path) -> None:
     found = bench("serving", tmp_path, "--shape", "300K", "--tokens", str(TOKENS), "--rtt-ms", "5")
     one, swept = found["rows"]

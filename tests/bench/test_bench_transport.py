@@ -1,4 +1,4 @@
-"""The transport bench at tiny scale: real runs over HTTP, replayed, from distant hosts, with every way to send an update."""
+"""The transport bench at tiny scale: real runs over HTTP in every part of the bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link shaper against real sockets: what it promises about time, bytes and faults; and hosts behind such links."""
+"""The link shaper on real sockets: time, bytes, faults, and hosts behind shaped links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TRIES = 3  # of which one must be in time: the machine may stand still for a whi
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
-    """A port whose connections begin with a letter: e(cho), s(ink and say how much), d(eaf: never reads)."""
+    """A port. The first byte of a connection chooses what it does.
+
+    e: echo. s: read all, then send how much. d: never read.
+    """
 
     def answer(line: socket.socket) -> None:
         with line, suppress(OSError):

@@ -19,7 +19,7 @@ from blocktrain.watch.stream import find_log, replay_app
 from blocktrain.web.client import HttpClient
 from blocktrain.web.server import AppServer, Where
 from support.browser import CHROMIUM, Visit, a_log, as_lines, browsing, visiting
-from support.coordination_world import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin
+from support.fake_worker import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -15,7 +15,7 @@ from blocktrain.learning.data import Corpus
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.generate import write as write_locally
 from support.browser import CHROMIUM, Visit, browsing, picture, visiting
-from support.served import Process, a_model, saved, started
+from support.serving import Process, saved, small_model, started
 from support.waiting import until
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def model(corpus: Corpus) -> Model:
-    return a_model(corpus)
+    return small_model(corpus)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.blobs import Blobs
 from blocktrain.web.client import LocalClient
-from support.coordination_world import FakeWorker, as_task, beginning, whole_ledger
+from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.waiting import until
 
 SOON = 20.0

@@ -17,7 +17,7 @@ from blocktrain.protocol.identity import verify
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web.client import Calls, HttpClient, LocalClient, fetch
-from support.coordination_world import (
+from support.fake_worker import (
     CONFIG,
     OPERATOR,
     TOKEN,

@@ -30,7 +30,7 @@ from blocktrain.protocol.transfer import sha256, split
 from blocktrain.store.blobs import Blobs
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient, fetch
-from support.coordination_world import (
+from support.fake_worker import (
     OPERATOR,
     TOKEN,
     Clock,

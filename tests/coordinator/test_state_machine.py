@@ -21,7 +21,7 @@ from blocktrain.protocol.identity import verify as verify_signature
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.ledger import Entry, verify
 from blocktrain.web.client import LocalClient
-from support.coordination_world import Clock, FakeWorker, begin, crash
+from support.fake_worker import Clock, FakeWorker, begin, crash
 
 WORKERS = st.integers(0, 2)
 FAIR = {

@@ -23,7 +23,7 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
-from support.coordination_world import (
+from support.fake_worker import (
     OPERATOR,
     TOKEN,
     Clock,

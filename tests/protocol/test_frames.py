@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Decoder, Frame, FrameError, Header, Kind, Why, encode
-from support.stage_world import mutated
+from support.stages import mutated
 
 MOST = 1000
 MUTATIONS = 1_000_000 if os.environ.get("BLOCKTRAIN_LONG") else 100_000

@@ -15,7 +15,7 @@ from blocktrain.protocol.compression import Compression
 from blocktrain.protocol.messages import Order
 from blocktrain.protocol.tensors import Array, Layout, Tensors, schema_of
 from blocktrain.web.client import LocalClient
-from support.coordination_world import FakeWorker, begin
+from support.fake_worker import FakeWorker, begin
 
 
 class Thirds(Compression):

@@ -35,8 +35,8 @@ from blocktrain.serving.entry.failover import AnswerFailed
 from blocktrain.serving.line.stage_line import StageRefused
 from blocktrain.serving.stage.stage import Stage
 from conftest import random_model, tiny_config
-from support.served import saved
-from support.waiting import happening
+from support.serving import saved
+from support.waiting import until_async
 
 CPU = torch.device("cpu")
 CONTEXT = 16
@@ -170,7 +170,7 @@ async def test_one_host_or_many_write_what_generate_writes(
                 text, _ = await write(entry, count, length, seed=3, **how)
                 expected = bytes(write_locally(model, PROMPT[:length], count, Sampler(3), **how))
                 assert text == expected
-        await happening(lambda: not any(stage.sessions for stage in stages))
+        await until_async(lambda: not any(stage.sessions for stage in stages))
 
 
 @in_a_loop
@@ -219,7 +219,7 @@ async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]
         for seed, (text, _) in enumerate(found):
             assert text == alone(FUSE, 14, seed=seed)
         assert entry.status()["sessions"] == 0
-        await happening(lambda: not any(stage.sessions for stage in stages))
+        await until_async(lambda: not any(stage.sessions for stage in stages))
 
 
 @in_a_loop
@@ -243,12 +243,12 @@ async def test_closing_an_answer_frees_its_sessions(runs: dict[str, Path]) -> No
             await anext(pieces)
             assert [stage.sessions for stage in stages] == [1, 1]
             assert entry.status()["sessions"] == 1
-        await happening(lambda: not any(stage.sessions for stage in stages))
+        await until_async(lambda: not any(stage.sessions for stage in stages))
         task = asyncio.create_task(write(entry, 4000))
-        await happening(lambda: all(stage.sessions for stage in stages))
+        await until_async(lambda: all(stage.sessions for stage in stages))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await happening(lambda: not any(stage.sessions for stage in stages))
+        await until_async(lambda: not any(stage.sessions for stage in stages))
         assert entry.status()["sessions"] == 0
         assert (await write(entry))[0] == alone(FUSE)
 
@@ -424,7 +424,7 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
 
         async def come_back() -> None:
             await back.start(port=port)
-            await happening(lambda: entry.route.lines[1].alive)
+            await until_async(lambda: entry.route.lines[1].alive)
 
         async with aclosing(entry.generate(Request(PROMPT[:10], 4000))) as pieces:
             piece = await anext(pieces)
@@ -449,7 +449,7 @@ async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
             assert line.alive
             for peer in list(stages[1]._peers):
                 peer.transport.abort()
-            await happening(lambda: not line.alive)
+            await until_async(lambda: not line.alive)
 
         text, stats = await interrupted(entry, 8, hiccup)
         assert (text, stats.degraded, stats.failovers) == (alone(FUSE), (), 1)
@@ -491,7 +491,7 @@ async def test_an_answer_that_takes_longer_than_its_deadline_fails(
         mute(stages[0])
         with pytest.raises(AnswerFailed, match="not complete after"):
             await write(entry, 1, deadline=0.3, **asked)
-        await happening(lambda: not stages[0].sessions and not entry.status()["sessions"])
+        await until_async(lambda: not stages[0].sessions and not entry.status()["sessions"])
 
 
 def mute(stage: Stage) -> None:
@@ -541,7 +541,7 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
     assert (await write(entry, 5))[1].wire_bytes == 0
     stage = Stage(serve_blocks(RunModel(runs["fuse"]), (2, 3)))
     await stage.start(port=port)
-    await happening(lambda: entry.route.lines[0].alive)
+    await until_async(lambda: entry.route.lines[0].alive)
     text, stats = await write(entry, 5)
     assert text == alone(FUSE, 5)
     assert stats.wire_bytes > 0
@@ -577,7 +577,7 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(
         else:
             with pytest.raises(ConfigError, match="edm"):
                 await write(entry, mode="sweep")
-        await happening(lambda: not any(stage.sessions for stage in stages))
+        await until_async(lambda: not any(stage.sessions for stage in stages))
 
 
 @pytest.mark.parametrize("held", [(), ((1, 2), (3, 4))])
@@ -608,6 +608,6 @@ async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(
             await write(entry, mode="autoregressive")
         back = Stage(serve_blocks(RunModel(runs["euler"]), (2, 3)))
         await back.start(port=port)
-        await happening(lambda: entry.route.lines[1].alive)
+        await until_async(lambda: entry.route.lines[1].alive)
         assert (await write(entry, 6, mode="autoregressive"))[0] == alone(MODELS["euler"], 6)
         await back.aclose()

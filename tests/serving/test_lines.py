@@ -38,7 +38,7 @@ from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, Sta
 from blocktrain.serving.stage.stage import Guard, Stage
 from conftest import random_model, tiny_config
 from support.command import blocktrain, start
-from support.stage_world import (
+from support.stages import (
     KEY,
     VOCABULARY,
     Slow,
@@ -52,7 +52,7 @@ from support.stage_world import (
     serving,
     text_of,
 )
-from support.waiting import happening
+from support.waiting import until_async
 
 Started = tuple[subprocess.Popen[str], dict[str, Any]]
 CPU = torch.device("cpu")
@@ -138,14 +138,14 @@ async def test_a_line_comes_back_by_itself_and_sessions_do_not() -> None:
         await line.open(1)
         await line.run(1, 0, 0, b"ab")
         await first.aclose()
-        await happening(lambda: not line.alive)
+        await until_async(lambda: not line.alive)
         with pytest.raises(StageLost):
             await line.run(1, 0, 2, b"c")
         with pytest.raises(StageLost):
             await line.open(2)
         again = Stage(fan_of(MODEL_4, 1, 2), Guard(KEY))
         await again.start(*parse_address(address))
-        await happening(lambda: line.alive)
+        await until_async(lambda: line.alive)
         assert line.blocks == (1, 2) and line.failures == 1 and seen == [False, True]
         with pytest.raises(StageLost):
             await line.run(1, 0, 2, b"c")
@@ -206,7 +206,7 @@ async def test_who_does_not_wait_any_more_disturbs_nobody() -> None:
         with pytest.raises(StageRefused):
             await line.open(2)
             await line.open(2)
-        await happening(lambda: stage.queue == 0)
+        await until_async(lambda: stage.queue == 0)
         assert line.alive
 
 
@@ -370,7 +370,7 @@ def test_it_works_on_the_other_event_loop_too() -> None:
                 )
             assert line.rtt_ms > 0
             await line.close(1)
-            await happening(lambda: stage.sessions == 0)
+            await until_async(lambda: stage.sessions == 0)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(ask())

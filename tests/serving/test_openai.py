@@ -27,7 +27,7 @@ from blocktrain.serving.entry.answer import Piece, Stats
 from blocktrain.serving.gate import read_keys
 from blocktrain.serving.openai_messages import ApiError, Completion, Writing, read_completion
 from support.command import blocktrain
-from support.served import Process, a_model, saved, started
+from support.serving import Process, saved, small_model, started
 from support.waiting import PATIENCE, until
 
 KEY = "a-key-for-the-tests"
@@ -38,7 +38,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 @pytest.fixture(scope="module")
 def model(corpus: Corpus) -> Model:
-    return a_model(corpus)
+    return small_model(corpus)
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,9 @@ from blocktrain.serving.entry.route import chain, nearest, parse_route
 from blocktrain.serving.stage.stage import Stage
 from blocktrain.web.client import HttpClient
 from conftest import random_model, tiny_config
-from support.coordination_world import TOKEN, Clock, beginning
-from support.served import saved, started
-from support.waiting import PATIENCE, happening, until
+from support.fake_worker import TOKEN, Clock, beginning
+from support.serving import saved, started
+from support.waiting import PATIENCE, until, until_async
 
 MODEL = random_model(tiny_config(blocks=4))
 HERE = ("--listen", "127.0.0.1:0")
@@ -105,14 +105,14 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
         await entry.start()
         assert entry.status()["hosts"] == [] and await write(entry) == (expected, 0)
         listed = ["nowhere:99999", stage.address]
-        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [True])
+        await until_async(lambda: [host["alive"] for host in entry.status()["hosts"]] == [True])
         listed = None
         text, wire_bytes = await write(entry)
         assert text == expected and wire_bytes > 0
         await stage.aclose()
-        await happening(lambda: [host["alive"] for host in entry.status()["hosts"]] == [False])
+        await until_async(lambda: [host["alive"] for host in entry.status()["hosts"]] == [False])
         listed = []
-        await happening(lambda: entry.status()["hosts"] == [])
+        await until_async(lambda: entry.status()["hosts"] == [])
         assert await write(entry) == (expected, 0)
         await entry.aclose()
 

@@ -21,7 +21,7 @@ from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.openai_api import Rules, build_app
 from blocktrain.web import server as web
 from blocktrain.web.server import AppServer, Where
-from support.served import a_model, saved
+from support.serving import saved, small_model
 from support.waiting import PATIENCE
 
 LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
@@ -31,7 +31,7 @@ Scenario = Callable[[httpx2.AsyncClient, AppServer], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(a_model(corpus), tmp_path_factory.mktemp("limits") / "small")
+    return saved(small_model(corpus), tmp_path_factory.mktemp("limits") / "small")
 
 
 def serving(

@@ -29,7 +29,7 @@ from blocktrain.serving.blocks import EulerSteps, ReferenceLayers
 from blocktrain.serving.line.stage_line import Access, Ring, StageLine, StageLost, StageRefused
 from blocktrain.serving.stage.stage import CHECK_SECONDS, Guard, Stage, StageLimits
 from conftest import random_model, tiny_config
-from support.stage_world import (
+from support.stages import (
     KEY,
     MODEL,
     VOCABULARY,
@@ -45,7 +45,7 @@ from support.stage_world import (
     serving,
     text_of,
 )
-from support.waiting import happening
+from support.waiting import until_async
 
 CONTEXT = 72
 FUSE = random_model(tiny_config(context=CONTEXT, blocks=4))
@@ -129,7 +129,7 @@ async def test_work_of_many_sessions_is_done_together_with_the_same_bits() -> No
             ids = texts[session][at[session] : at[session] + size]
             futures[session].append(line.submit(session, Run(0, at[session], size), ids))
             at[session] += size
-        await happening(lambda: stage.queue == sum(map(len, futures)))
+        await until_async(lambda: stage.queue == sum(map(len, futures)))
         holding.gate.set()
         for text, parts in zip(texts, futures, strict=True):
             found = torch.cat(await asyncio.gather(*parts), dim=1)
@@ -146,7 +146,7 @@ async def test_long_and_short_work_share_their_turns_with_the_same_bits() -> Non
             await line.open(session)
         texts = [text_of(size, size) for size in (300, 5, 130, 33)]
         futures = [line.submit(s, Run(0, 0, len(text)), text) for s, text in enumerate(texts)]
-        await happening(lambda: stage.queue == 4)
+        await until_async(lambda: stage.queue == 4)
         holding.gate.set()
         found = await asyncio.gather(*futures)
     for text, features in zip(texts, found, strict=True):
@@ -292,7 +292,7 @@ async def test_a_ring_whose_next_host_dies_says_so() -> None:
             await last.aclose()
             with pytest.raises((StageLost, StageRefused)):
                 await ring.run(1, Run(0, 4, 1), b"e")
-            await happening(lambda: first.sessions == 0)
+            await until_async(lambda: first.sessions == 0)
         with pytest.raises(StageRefused) as caught:
             await one.open(2, topology="ring", next=last.address)
         assert caught.value.code == Why.NEXT_LOST
@@ -323,7 +323,7 @@ async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
                     await one.open(session + 10, topology="ring", next=other.address)
                 assert caught.value.code == Why.NEXT_LOST
                 await one.close(session)
-        await happening(lambda: not first._followers)  # nobody dials for ever what is gone
+        await until_async(lambda: not first._followers)  # nobody dials for ever what is gone
 
 
 # -- refusals
@@ -574,10 +574,10 @@ async def test_what_a_newer_epoch_overtakes_is_not_computed() -> None:
     async with serving(holding) as stage, line_to(stage) as line:
         await line.open(1)
         first = line.submit(1, Run(0, 0, 4), b"abcd")
-        await happening(lambda: holding.starts)
+        await until_async(lambda: holding.starts)
         drafts = [line.submit(1, Run(0, 4 + i, 1), b"x") for i in range(5)]
         new = line.submit(1, Run(1, 4, 1), b"e")
-        await happening(lambda: stage.queue == 7)
+        await until_async(lambda: stage.queue == 7)
         holding.gate.set()
         assert torch.equal((await new)[0], local(FUSE, 1, b"abcde")[4:])
         await first
@@ -586,7 +586,7 @@ async def test_what_a_newer_epoch_overtakes_is_not_computed() -> None:
                 await draft
             assert caught.value.code == Why.OLD_EPOCH
         assert holding.starts == [0, 4]
-        await happening(lambda: stage.queue == 0)
+        await until_async(lambda: stage.queue == 0)
 
 
 @in_loop
@@ -619,14 +619,14 @@ async def test_who_hangs_up_frees_its_sessions() -> None:
             await line.close(0)
             holding.gate.clear()
             waiting = [line.submit(s, Run(0, i, 1), b"x") for s in range(1, 5) for i in range(10)]
-            await happening(lambda: stage.queue == 40)
+            await until_async(lambda: stage.queue == 40)
             assert stage.sessions == 4
-        await happening(lambda: stage.sessions == 0)
+        await until_async(lambda: stage.sessions == 0)
         holding.gate.set()
-        await happening(lambda: stage.queue == 0)
+        await until_async(lambda: stage.queue == 0)
         assert all(w.done() for w in waiting)
         assert len(holding.starts) <= 1 + 4, "what still waited is not computed"
-        await happening(lambda: not any(cache() for cache in holding.caches))
+        await until_async(lambda: not any(cache() for cache in holding.caches))
 
 
 @in_loop
@@ -637,7 +637,7 @@ async def test_idle_sessions_are_dropped() -> None:
     ):
         await line.open(1)
         await line.run(1, 0, 0, b"abc")
-        await happening(lambda: stage.sessions == 0)
+        await until_async(lambda: stage.sessions == 0)
         with pytest.raises(StageRefused) as caught:
             await line.run(1, 0, 3, b"d")
         assert caught.value.code == Why.UNKNOWN_SESSION and line.alive
@@ -669,12 +669,12 @@ async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
     bare.say(opening(), 1)
     data = b"".join(b"".join(frames.encode(Run(0, i, 1), 1, 1 + i, [b"x"])) for i in range(3))
     bare.raw(data[:-1])
-    await happening(
+    await until_async(
         lambda: stage.queue == 2
     )  # so many that it is not read any more, in the middle of a frame
     stage.seconds = 60
     holding.gate.set()
-    await happening(lambda: stage.queue == 0)
+    await until_async(lambda: stage.queue == 0)
     await asyncio.sleep(2 * CHECK_SECONDS)
     bare.raw(data[-1:])
     assert [(await bare.next()).sequence for _ in range(4)] == [0, 1, 2, 3]
@@ -719,8 +719,8 @@ async def test_who_does_not_read_is_dropped() -> None:
             1, 120
         ):  # 300 KB each, more than the system keeps for somebody who does not read
             bare.say(Run(0, 0, 300), 1, sequence, [bytes(300)])
-        await happening(lambda: stage.sessions == 1)
-        await happening(lambda: stage.sessions == 0)
+        await until_async(lambda: stage.sessions == 1)
+        await until_async(lambda: stage.sessions == 0)
 
 
 @in_loop
@@ -737,7 +737,7 @@ async def test_who_was_refused_and_stays_takes_a_place() -> None:
                 bare.raw(b"x")
             return bare.writer.is_closing()
 
-        await happening(lambda: [is_gone(bare) for bare in crowd] == 5 * [True] + 3 * [False])
+        await until_async(lambda: [is_gone(bare) for bare in crowd] == 5 * [True] + 3 * [False])
 
 
 @in_loop
@@ -793,5 +793,5 @@ async def test_mutated_bytes_at_a_living_stage() -> None:
             bare.raw(bytes(mutated(said if number % 4 else hello, draw)))
             await bare.close()
         assert torch.equal((await line.run(1, 0, 0, TEXT[:9]))[0], local(FUSE, 1, TEXT[:9]))
-        await happening(lambda: stage.sessions == 1)
-        await happening(lambda: stage.queue == 0)
+        await until_async(lambda: stage.sessions == 1)
+        await until_async(lambda: stage.queue == 0)

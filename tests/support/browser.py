@@ -1,4 +1,4 @@
-"""A real browser on the page, and the log of a run that never was: what the tests of the page look with and look at."""
+"""A real browser for the tests of the pages, and the log of an invented run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Event = dict[str, Any]
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """The browser of this machine, headless, as long as the block lasts."""
+    """The machine's browser, headless."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -47,7 +47,7 @@ def browsing() -> Iterator[Browser]:
 
 @dataclass
 class Visit:
-    """A page that is being looked at, with all that it complained of and all that it asked for."""
+    """An open page, with its errors and its requests."""
 
     page: Page
     origin: str
@@ -72,26 +72,22 @@ class Visit:
         return url.startswith((self.origin, "data:", "blob:"))
 
     def text(self, selector: str) -> str:
-        """What is written there."""
         return self.page.locator(selector).inner_text()
 
     def waits_for(self, selector: str, text: str) -> None:
-        """Until it says so."""
         self.page.locator(selector).filter(has_text=text).first.wait_for()
 
     def counts(self, selector: str, number: int) -> None:
-        """Until there are so many of it."""
         self.until(f"document.querySelectorAll({json.dumps(selector)}).length === {number}")
 
     def until(self, script: str) -> None:
-        """Until it is true in the page, whose own rules forbid playwright's way to wait for that."""
+        """Poll a script. The page's security policy forbids playwright's own way to wait."""
         deadline = time.monotonic() + MILLISECONDS / 1000
         while not self.page.evaluate(script):
             assert time.monotonic() < deadline, script
             self.page.wait_for_timeout(30)
 
     def resize(self, width: int, height: int) -> None:
-        """Another window."""
         self.page.set_viewport_size({"width": width, "height": height})
 
     def drop(self, name: str, content: str) -> None:
@@ -101,7 +97,7 @@ class Visit:
         )
 
     def work(self, script: str) -> tuple[Any, float]:
-        """What a script gives, and the seconds of processor time that the page spent until then, whatever else the machine does."""
+        """A script's value, and the processor seconds that the page spent on it."""
         session = self.page.context.new_cdp_session(self.page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         before = _task_seconds(session)
@@ -125,7 +121,7 @@ def _task_seconds(session: CDPSession) -> float:
 
 @contextmanager
 def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
-    """The page at an address. At the end it must have asked nobody else for anything."""
+    """The page at an address. It must not have asked any other server."""
     with browser.new_context(
         viewport=options.pop("viewport", {"width": 1440, "height": 900}), **options
     ) as context:
@@ -137,7 +133,7 @@ def visiting(browser: Browser, url: str, **options: Any) -> Iterator[Visit]:
 
 
 def picture(visit: Visit, path: Path, *, whole: bool = False) -> None:
-    """What the page looks like now, as a small PNG."""
+    """A screenshot as a small PNG."""
     from PIL import Image
 
     visit.page.screenshot(path=path, full_page=whole)
@@ -146,7 +142,7 @@ def picture(visit: Visit, path: Path, *, whole: bool = False) -> None:
 
 
 class Story:
-    """The log of a run that never was: workers that come, get lost and are refused; deterministic."""
+    """The log of an invented run: workers join, get lost and are refused. Deterministic."""
 
     def __init__(self, workers: int, versions: int, blocks: int, began: float) -> None:
         self.versions, self.blocks, self.now = versions, blocks, began
@@ -170,13 +166,12 @@ class Story:
         }
 
     def put(self, kind: str, **fields: Any) -> None:
-        """Something happens."""
         self.events.append(
             {"seq": len(self.events) + 1, "time": round(self.now, 3), "kind": kind, **fields}
         )
 
     def worker(self, n: int, state: str, reason: str = "") -> None:
-        """One of the workers comes or goes."""
+        """A worker joins or leaves."""
         known = {
             "worker": self.ids[n],
             "name": f"machine-{n + 1}",
@@ -185,7 +180,6 @@ class Story:
         self.put("worker", **known, state=state, reason=reason)
 
     def loss(self, version: int) -> float:
-        """How good a version is."""
         return 1.3 + 4.2 * math.exp(-version * 7 / self.versions)
 
     def round(self, block: int, version: int) -> None:
@@ -260,11 +254,14 @@ class Story:
         self.put("score", **told, bytes_in=self.bytes_in, bytes_out=self.bytes_out)
 
     def trouble(self, version: int) -> None:
-        """What goes wrong, a third of the way and half of it."""
+        """What goes wrong: after a third and after half of the run."""
         last = len(self.ids) - 1
         if version == self.versions // 3:
             self.worker(last, "lost", "nothing heard for 30 s")
-            reason = f"round {version} of block 2 is extended once by 60.0 s: 0 of at least 1 replicas by the deadline"
+            reason = (
+                f"round {version} of block 2 is extended once by 60.0 s: "
+                "0 of at least 1 replicas by the deadline"
+            )
             self.put(
                 "round",
                 block=2,
@@ -274,7 +271,10 @@ class Story:
                 reason=reason,
             )
         if version == self.versions // 2:
-            sentence = "the block has moved on too far since this task's base version; ask for the next task"
+            sentence = (
+                "the block has moved on too far since this task's base version; "
+                "ask for the next task"
+            )
             self.put(
                 "refused",
                 code="too_stale",

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def environment(cwd: Path, **more: str) -> dict[str, str]:
-    """With its cache in the folder, and no network."""
+    """The environment with the cache in the folder and no network."""
     return {**os.environ, "BLOCKTRAIN_CACHE": str(cwd / "cache"), "HF_HUB_OFFLINE": "1", **more}
 
 
 def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
-    """The same, without waiting for its end; stderr goes to a file beside."""
+    """Start a command; its stderr goes to a file in the folder."""
     log = (cwd / f"{arguments[0]}.err").open("a")
     with log:
         return subprocess.Popen(
@@ -30,7 +30,7 @@ def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
 def blocktrain(
     *arguments: str, cwd: Path, timeout: float = 280, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `blocktrain ARGUMENTS` in a folder, with its cache there and no network."""
+    """Run `blocktrain ARGUMENTS` in a folder until it ends."""
     return subprocess.run(
         [sys.executable, "-m", "blocktrain", *arguments],
         cwd=cwd,

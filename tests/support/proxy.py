@@ -1,4 +1,4 @@
-"""A line between a worker and its coordinator that loses answers and breaks, and counts what passes."""
+"""A proxy between worker and coordinator that drops answers, cuts connections and counts bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what must happen, however busy the machine is: looked for again and again, and given up with a word."""
+"""Poll for a condition, for as long as a busy machine may need, and fail with its name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE = 120.0  # seconds
 def until(
     condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE
 ) -> Any:
-    """What the condition finds."""
+    """The first true value of the condition."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         if found := condition():
@@ -22,10 +22,10 @@ def until(
     raise AssertionError(f"{what} did not happen")
 
 
-async def happening(
+async def until_async(
     condition: Callable[[], Any], what: str = "what was waited for", patience: float = PATIENCE
 ) -> Any:
-    """What the condition finds, without holding up the loop."""
+    """`until` for a test in an event loop."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         if found := condition():

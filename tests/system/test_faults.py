@@ -1,4 +1,7 @@
-"""Real processes under fire: killed, stopped, out of disk. What was acknowledged counts once; what failed was never acknowledged."""
+"""Real processes are killed, stopped, and run out of disk.
+
+What was acknowledged counts once; what failed was never acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.sql import read_ledger
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import environment
-from support.coordination_world import CONFIG, FakeWorker, as_task, begin, prepared, whole_ledger
+from support.fake_worker import CONFIG, FakeWorker, as_task, begin, prepared, whole_ledger
 
 PATIENCE = 180.0  # seconds; this machine may be busy
-KILLING = 30.0
+KILLING = 12.0
 pytestmark = pytest.mark.timeout(1200)  # several waits, each as patient as this
 
 
@@ -69,7 +72,7 @@ class Process:
         return self.folder / f"{self.name}.{number or self.starts}.{kind}"
 
     def lines(self, number: int | None = None) -> list[dict[str, Any]]:
-        """What it has said on stdout since its last start; a line that was cut off by a kill is none."""
+        """What it printed since its last start, without a line that a kill cut off."""
         whole = self.path("out", number).read_bytes().splitlines(keepends=True)
         return [json.loads(line) for line in whole if line.endswith(b"\n")]
 
@@ -224,7 +227,7 @@ def acknowledged(workers: list[Process]) -> list[str]:
 def kill_at_random(
     coordinator: Process, workers: list[Process], url: str, draw: random.Random
 ) -> Counter[str]:
-    """For half a minute, and on a busy machine until enough were hit at work; started again at once, in the same place."""
+    """For KILLING seconds, and until enough were hit at work. Each is started again at once."""
     kills: Counter[str] = Counter()
     began = time.monotonic()
     while time.monotonic() < began + KILLING or min(kills["coordinator"], kills["worker"]) < 3:
@@ -415,9 +418,8 @@ def test_a_coordinator_answers_soon_and_never_loads_torch(
     until(lambda: _answers(url), "an answer", process)
     assert process.running is not None
     took = processor_seconds(process.running.pid)
-    print(
-        f"the first answer came after {time.monotonic() - process.started:.1f} s, {took:.1f} s of them on a processor"
-    )
+    seconds = time.monotonic() - process.started
+    print(f"the first answer came after {seconds:.1f} s, {took:.1f} s of them on a processor")
     assert took < 10, "a few seconds, however busy the machine is"
     until(lambda: healthy(url), "a run", process)
     loaded = Path(f"/proc/{process.running.pid}/maps").read_text()

@@ -26,7 +26,8 @@ from blocktrain.watch.feed import EVENTS, MAX_BEHIND, MAX_HISTORY, Feed, History
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import blocktrain, start
-from support.coordination_world import (
+from support.event_reader import Reader, fetch, parse
+from support.fake_worker import (
     OPERATOR,
     TOKEN,
     Clock,
@@ -36,7 +37,6 @@ from support.coordination_world import (
     beginning,
     crash,
 )
-from support.listening import Reader, fetch, parse
 from support.waiting import until
 
 LONG = 200.0  # seconds of the run's clock: nobody who was silent for so long is alive

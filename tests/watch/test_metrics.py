@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from blocktrain.coordinator.calls import open_coordinator
 from blocktrain.coordinator.server import Listen, running
 from blocktrain.web.client import HttpClient
-from support.coordination_world import TOKEN, FakeWorker, as_task, beginning
-from support.listening import fetch
+from support.event_reader import fetch
+from support.fake_worker import TOKEN, FakeWorker, as_task, beginning
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

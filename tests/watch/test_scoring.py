@@ -25,8 +25,8 @@ from blocktrain.watch.feed import EVENTS, Listener
 from blocktrain.watch.scorer import sampled
 from blocktrain.watch.scoring import Scorer
 from blocktrain.worker.task import read_blocks
-from support.coordination_world import FakeWorker, as_task, begin
-from support.small_run import CONFIG, play
+from support.fake_worker import FakeWorker, as_task, begin
+from support.manual_worker import CONFIG, play
 from support.waiting import until
 
 LONG = 500.0  # seconds; a scorer gives way to everything else on a busy machine

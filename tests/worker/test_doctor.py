@@ -34,7 +34,7 @@ from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, 
 from blocktrain.worker.doctor.doctor import DoctorOptions, examine
 from blocktrain.worker.task import corpus_folder, footprint
 from support.command import environment
-from support.coordination_world import TOKEN, begin, beginning, prepared
+from support.fake_worker import TOKEN, begin, beginning, prepared
 from support.waiting import PATIENCE
 
 LINE = ["address", "port", "tls", "coordinator"]

@@ -16,7 +16,7 @@ from blocktrain.errors import BlockTrainError, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.web.client import HttpClient, LocalClient, fetch, retry_later
-from support.coordination_world import FakeWorker, as_task, beginning, whole_ledger
+from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.proxy import Proxy, proxy_to
 
 

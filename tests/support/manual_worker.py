@@ -1,4 +1,4 @@
-"""A small run of a real coordinator, with updates that were really trained, step by step in the order that a test wants."""
+"""A small run with updates that are really trained, step by step in the order a test wants."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from blocktrain.worker.task import read_blocks
 from conftest import tiny_config
 
 CONFIG = tiny_config(blocks=2, steps=6, batch=2, width=8, heads=1)
-PEOPLE = {name: identity_from_seed(name.encode() * 32) for name in "abc"}
+IDENTITIES = {name: identity_from_seed(name.encode() * 32) for name in "abc"}
 State = tuple[
     int, str, dict[str, torch.Tensor], tensors.Tensors
 ]  # task, lineage, moments, residual
 
 
 @dataclass
-class Hand:
+class ManualWorker:
     """The least that a worker does, in the order that a test wants."""
 
     client: LocalClient
@@ -42,7 +42,7 @@ class Hand:
     after: State | None = None
 
     def join(self) -> None:
-        # Of unknown speed: it is not told to wait for others.
+        # Its speed is unknown, so the coordinator never asks it to wait for others.
         asked = Join(
             protocol=1,
             public_key=self.me.public_key,
@@ -128,13 +128,13 @@ class Clock:
 
 
 def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> Coordinator:
-    """A run with rounds of two, an update that is two versions late, the fusion block, and one update that still waits."""
+    """Rounds of two, an update two versions late, the fusion block, and one pending update."""
     coordinator = open_coordinator(folder, Clock())
     coordinator.begin(
         CONFIG, Policy(task_steps=1, replicas=2, rounds=3, **policy), "tiny", prepared
     )
     client = LocalClient(coordinator)
-    a, b, c = (Hand(client, me, corpus) for me in PEOPLE.values())
+    a, b, c = (ManualWorker(client, me, corpus) for me in IDENTITIES.values())
     for hand in (a, b, c):
         hand.join()
     late = c.train()

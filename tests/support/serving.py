@@ -1,4 +1,4 @@
-"""A run folder out of a small model, and the commands that serve it, in processes of their own."""
+"""A run folder with a small model, and the commands that serve it, in processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from support.command import start
 from support.waiting import PATIENCE
 
 
-def a_model(corpus: Corpus) -> Model:
-    """Three blocks and a fusion block that have learned a little: their text is mostly letters."""
+def small_model(corpus: Corpus) -> Model:
+    """Three blocks and a fusion block that learned a little: they write mostly letters."""
     config = tiny_config(
         blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2
     )
@@ -30,7 +30,7 @@ def a_model(corpus: Corpus) -> Model:
 
 
 def saved(model: Model, folder: Path) -> Path:
-    """The model as `train` leaves it."""
+    """A run folder with the model, as `train` writes it."""
     run = create_run(folder, model.config, "tiny")
     for number, block in enumerate([*model.blocks, *([model.fusion] if model.fusion else [])], 1):
         publish(run, number, block)
@@ -40,18 +40,16 @@ def saved(model: Model, folder: Path) -> Path:
 
 @dataclass
 class Process:
-    """A command that stays, and what it said first."""
+    """A running command and the first line it printed."""
 
     process: subprocess.Popen[str]
     said: dict[str, Any]
 
     @property
     def url(self) -> str:
-        """Of a `serve`."""
         return str(self.said["url"])
 
     def status(self, **headers: str) -> dict[str, Any]:
-        """What a `serve` tells of itself."""
         return dict(httpx2.get(f"{self.url}/v1/status", headers=headers, timeout=PATIENCE).json())
 
     def interrupt(self) -> int:
@@ -62,7 +60,7 @@ class Process:
 
 @contextmanager
 def started(*arguments: str, cwd: Path) -> Iterator[Process]:
-    """A command with --json that stays, as long as the block lasts."""
+    """A command that keeps running, with --json."""
     process = start(*arguments, "--json", cwd=cwd)
     try:
         assert process.stdout is not None

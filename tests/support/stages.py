@@ -1,4 +1,4 @@
-"""Stages in the test's own loop, lines to them, a bare client that may say anything, and a wire that can go dead."""
+"""Stages in the test's loop, lines to them, a client that may send anything, a relay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 
 
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """A test that is a coroutine, and fails too where something breaks that nobody waits for."""
+    """Run a coroutine test; it also fails if a task that nobody awaits fails."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -75,7 +75,7 @@ def run_folder(folder: Path, config: Config) -> Model:
 
 
 class Slow(FanBlocks):
-    """Takes its time, waits at a gate, or breaks; and remembers what was worked on together."""
+    """Slow, blocked or broken on request; keeps what it computed in one batch."""
 
     seconds = 0.0
     broken = False
@@ -90,13 +90,12 @@ class Slow(FanBlocks):
         self.gate.set()
 
     def fresh(self, blocks: tuple[int, ...]) -> dict[int, Cache]:
-        """A cache per block, to be seen until it is freed."""
+        """Caches by block, with weak references to see when they are freed."""
         made: dict[int, Cache] = super().fresh(blocks)
         self.caches += map(weakref.ref, made.values())
         return made
 
     def work(self, parts: Sequence[Rows]) -> list[Tensor]:
-        """As it says."""
         self.together.append(len(parts))
         self.starts += [part.start for part in parts]
         time.sleep(self.seconds)
@@ -107,7 +106,6 @@ class Slow(FanBlocks):
 
 
 def fan_of(model: Model, *numbers: int) -> FanBlocks:
-    """Some blocks of a model."""
     return FanBlocks(
         model.config,
         {n: model.blocks[n - 1] for n in numbers or range(1, len(model.blocks) + 1)},
@@ -119,7 +117,6 @@ def fan_of(model: Model, *numbers: int) -> FanBlocks:
 async def serving(
     served: ServedBlocks, limits: StageLimits | None = None, key: bytes = KEY
 ) -> AsyncIterator[Stage]:
-    """A stage, as long as the block lasts."""
     stage = Stage(served, Guard(key), limits)
     await stage.start()
     try:
@@ -132,7 +129,6 @@ async def serving(
 async def line_to(
     stage: Stage | str, fingerprint: str = "", key: bytes = KEY
 ) -> AsyncIterator[StageLine]:
-    """A line that is alive."""
     address = stage
     if isinstance(stage, Stage):
         address, fingerprint = stage.address, fingerprint or stage.blocks.facts.fingerprint
@@ -146,14 +142,13 @@ async def line_to(
 
 @contextlib.asynccontextmanager
 async def ring_of(every: Sequence[ServedBlocks]) -> AsyncIterator[list[StageLine]]:
-    """A stage and a line for each."""
     async with contextlib.AsyncExitStack() as stack:
         stages = [await stack.enter_async_context(serving(blocks)) for blocks in every]
         yield [await stack.enter_async_context(line_to(stage)) for stage in stages]
 
 
 class Bare:
-    """A connection by hand, for those who do not keep to the rules."""
+    """A connection by hand, for a client that breaks the rules."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -162,7 +157,6 @@ class Bare:
 
     @classmethod
     async def dial(cls, address: str) -> Bare:
-        """Connected, nothing said."""
         host, _, port = address.rpartition(":")
         return cls(*await asyncio.open_connection(host, int(port)))
 
@@ -188,11 +182,9 @@ class Bare:
     def say(
         self, header: Header, session: int = 0, sequence: int = 0, payload: Sequence[Buffer] = ()
     ) -> None:
-        """A frame."""
         self.raw(b"".join(frames.encode(header, session, sequence, payload)))
 
     def raw(self, data: bytes) -> None:
-        """Anything."""
         self.writer.write(data)
 
     async def next(self) -> Frame:
@@ -205,7 +197,7 @@ class Bare:
         return self.found.pop(0)
 
     async def error(self) -> tuple[str, bool]:
-        """The code of the next refusal, and whether the connection lives on after it."""
+        """The code of the next error, and whether the connection is still open."""
         while not isinstance(header := (await self.next()).header, frames.Error):
             pass
         try:
@@ -217,14 +209,13 @@ class Bare:
             return header.code, False
 
     async def close(self) -> None:
-        """Hang up."""
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
 
 
 class Wire:
-    """A relay before a stage that can swallow everything without a word."""
+    """A relay in front of a stage that can silently drop everything."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -232,7 +223,7 @@ class Wire:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
-        """Listen; gives the address."""
+        """Listen; returns the address."""
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -254,7 +245,6 @@ class Wire:
                 sink.close()
 
     async def close(self) -> None:
-        """Nothing passes any more."""
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -262,14 +252,12 @@ class Wire:
 
 
 def text_of(length: int, seed: int = 1) -> bytes:
-    """Random bytes."""
     return bytes(
         torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     )
 
 
 def ids_of(text: bytes) -> Tensor:
-    """The same for a block."""
     return torch.tensor([list(text)])
 
 

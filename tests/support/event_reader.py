@@ -1,4 +1,4 @@
-"""A reader of the event stream, as a page is one: a connection of its own, read in a thread."""
+"""A client of the event stream: its own connection, read in a thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import threading
 from typing import Any
 
-from support.coordination_world import TOKEN
+from support.fake_worker import TOKEN
 from support.waiting import PATIENCE, until
 
 
 def get(
     url: str, path: str, token: str = TOKEN, **headers: str
 ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
-    """An answer whose body is not read yet."""
+    """An answer; its body is not read yet."""
     host, port = url.removeprefix("http://").split(":")
     line = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
     bearer = {"Authorization": f"Bearer {token}"} if token else {}
@@ -29,7 +29,6 @@ def get(
 def fetch(
     url: str, path: str, token: str = TOKEN, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body."""
     answer, line = get(url, path, token, **headers)
     try:
         return (
@@ -60,7 +59,7 @@ def parse(text: str) -> list[tuple[int | None, str, dict[str, Any]]]:
 
 
 class Reader:
-    """Listens until it is closed; keeps all it was told."""
+    """Reads until it is closed, and keeps all events."""
 
     def __init__(self, url: str, path: str = "/v1/events", **headers: str) -> None:
         self.answer, self._line = get(url, path, **headers)
@@ -83,7 +82,7 @@ class Reader:
         self.ended = True
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """What was told of one kind."""
+        """The data of all events of one kind."""
         return [data for _, event, data in list(self.told) if event == kind]
 
     def wait(self, kind: str, count: int = 1, **fields: Any) -> dict[str, Any]:
@@ -100,7 +99,6 @@ class Reader:
         return until(enough, f"{count} x {kind} {fields}")[count - 1]
 
     def close(self) -> None:
-        """Hang up."""
         if self._line.sock is not None:
             self._line.sock.shutdown(2)
         self._line.close()

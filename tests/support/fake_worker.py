@@ -1,4 +1,4 @@
-"""A prepared tiny run and a worker that trains nothing: what the tests of the coordinator play with."""
+"""A prepared tiny run, and a worker that makes every call and trains nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Clock:
 def begin(
     folder: Path, clock: Clock | None = None, *, config: Config = CONFIG, **policy: Any
 ) -> Coordinator:
-    """A new run in a folder: tasks of two steps, rounds of one update unless the policy says otherwise."""
+    """A new run: tasks of two steps and rounds of one update, unless the policy differs."""
     coordinator = open_coordinator(folder, clock) if clock else open_coordinator(folder)
     chosen = Policy(
         **{"task_steps": STEPS, "replicas": 1, "compression": "int4", "chunk_bytes": 1024, **policy}
@@ -89,7 +89,7 @@ def beginning(folder: Path, **policy: Any) -> Iterator[Coordinator]:
 
 
 def crash(coordinator: Coordinator) -> None:
-    """As if it was killed: nothing is flushed, and the lock on the folder is gone."""
+    """Like a kill: nothing is flushed, and the lock on the folder is gone."""
     coordinator.live.store.close()
 
 
@@ -220,13 +220,12 @@ class FakeWorker:
 
 
 def as_task(found: m.Task | m.Wait) -> m.Task:
-    """A task, or the test is wrong."""
     assert isinstance(found, m.Task), found
     return found
 
 
 def whole_ledger(client: Calls) -> list[LedgerEntry]:
-    """All pages, with the chain checked."""
+    """All pages; the chain is checked."""
     found: list[LedgerEntry] = []
     while page := client.ledger(found[-1].seq if found else 0).entries:
         require_chain(page, found[-1] if found else None)
@@ -236,7 +235,7 @@ def whole_ledger(client: Calls) -> list[LedgerEntry]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a refusal must leave as it was: the head of the ledger, the blobs, the versions, who works and at what."""
+    """What a refusal must not change: the head of the ledger, blobs, versions and leases."""
 
     head: str
     blobs: frozenset[str]
