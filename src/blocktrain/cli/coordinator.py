@@ -6,6 +6,7 @@ import gc
 import json
 import secrets
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -132,6 +133,8 @@ def coordinator(
     host, port = where.parse()
     wanted = _run_settings(config, data, given(settings), given(coordination))
     folder = out or new_run_folder(wanted.data)
+    existed = folder.exists()
+    was_empty = not existed or (folder.is_dir() and not any(folder.iterdir()))
     running = open_coordinator(folder)
     try:
         if config or data or given(settings) or given(coordination):
@@ -145,7 +148,12 @@ def coordinator(
         _announce(printed, json_)
         _serve(running, server, wanted, flags or CoordinatorFlags(), printed.pull)
     finally:
+        unused = was_empty and not running.ready
         running.close()
+        if unused:  # a port that is taken, a certificate or a corpus that cannot be read
+            shutil.rmtree(folder, ignore_errors=True)
+            if existed:
+                folder.mkdir(exist_ok=True)
 
 
 def _run_settings(

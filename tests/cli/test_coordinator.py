@@ -1,0 +1,44 @@
+"""`blocktrain coordinator`: what it leaves behind when it cannot start."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blocktrain.cli.coordinator import ListenFlags, coordinator
+from blocktrain.errors import BlockTrainError, ConfigError
+from support.coordination_world import begin
+
+
+@pytest.fixture
+def taken() -> Iterator[ListenFlags]:
+    """An address on which somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield ListenFlags(f"127.0.0.1:{other.getsockname()[1]}")
+
+
+def test_a_taken_port_leaves_no_folder(tmp_path: Path, taken: ListenFlags) -> None:
+    with pytest.raises(ConfigError, match="choose another with --listen"):
+        coordinator(out=tmp_path / "new", address=taken)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="choose another with --listen"):
+        coordinator(out=tmp_path / "empty", address=taken)
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_a_corpus_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(BlockTrainError, match="no-such-text"):
+        coordinator(out=tmp_path / "new", data="no-such-text", address=ListenFlags("127.0.0.1:0"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_taken_port_leaves_a_run_as_it_is(tmp_path: Path, taken: ListenFlags) -> None:
+    begin(tmp_path / "run").close()
+    before = {path for path in (tmp_path / "run").rglob("*") if path.suffix != ".token"}
+    with pytest.raises(ConfigError, match="choose another with --listen"):
+        coordinator(out=tmp_path / "run", address=taken)
+    assert before <= set((tmp_path / "run").rglob("*"))
