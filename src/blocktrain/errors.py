@@ -6,6 +6,7 @@ BlockTrainError
 ├── ConfigError      a setting is wrong, alone or together with another
 ├── CorpusError      the text to train on is missing, empty or too short
 ├── RunError         a run folder is missing, damaged, of another kind, or cannot be written
+│   └── FolderInUse  another process has the folder open
 ├── StorageFailed    a write is not durable: acknowledge nothing, exit, recover at the next start
 ├── Conflict         the stored state does not allow this change; nothing was changed
 ├── Damaged          stored bytes do not match their hash or the chain of the ledger
@@ -37,6 +38,14 @@ class CorpusError(BlockTrainError):
 
 class RunError(BlockTrainError):
     """A run folder is missing, damaged, of another kind, or cannot be written."""
+
+
+class FolderInUse(RunError):
+    """Another process has the folder open; `process` is its number, or "unknown"."""
+
+    def __init__(self, sentence: str, process: str) -> None:
+        super().__init__(sentence)
+        self.process = process
 
 
 class StorageFailed(BlockTrainError):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from blocktrain.config import Config
+from blocktrain.coordinator.calls import open_coordinator
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source
@@ -174,6 +175,24 @@ def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(
     publish(plain, 1, alone(config, 1, corpus).block)
     assert sha256(here.run.weights(1)) == sha256(plain.weights(1))
     assert here.versions() == 1
+
+
+def test_a_second_train_in_the_same_folder_names_the_first(
+    corpus_folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(compose="pool", blocks=1, steps=2)
+    run = create_run(tmp_path / "run", config, str(corpus_folder))
+    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path))
+    first = open_coordinator(run.folder / "coordinator")
+    try:
+        with pytest.raises(RunError) as refused:
+            train_blocks(plan, lambda *_: None)
+    finally:
+        first.close()
+    sentence = str(refused.value)
+    assert f"`blocktrain train` is already running in {run.folder}" in sentence
+    assert f"process {os.getpid()}" in sentence and "stop it with Ctrl-C" in sentence
+    assert "coordinator" not in sentence
 
 
 def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.server import Listen, running
-from blocktrain.errors import RunError
+from blocktrain.errors import FolderInUse, RunError
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 from blocktrain.protocol.events import EventLog
@@ -116,7 +116,13 @@ def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
 @contextmanager
 def _coordinator(plan: Plan) -> Iterator[Coordinator]:
     """The run's coordinator. The first start makes its run from the settings and the corpus."""
-    coordinator = open_coordinator(plan.run.folder / "coordinator")
+    try:
+        coordinator = open_coordinator(plan.run.folder / "coordinator")
+    except FolderInUse as error:
+        raise RunError(
+            f"`blocktrain train` is already running in {plan.run.folder} (process "
+            f"{error.process}): wait for it, or stop it with Ctrl-C and run this again"
+        ) from None
     state = plan.run.folder / "state"
     try:
         if not coordinator.ready:

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from blocktrain.coordinator.state import RunState
-from blocktrain.errors import Conflict, RunError, StorageFailed
+from blocktrain.errors import Conflict, FolderInUse, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.store import rows, tables
 from blocktrain.store.blobs import Blobs
@@ -64,8 +64,10 @@ def _lock(folder: Path) -> IO[str]:
         file.seek(0)
         holder = file.read(20).strip() or "unknown"
         file.close()
-        raise RunError(
-            f"another coordinator (process {holder}) is using {folder}: stop it, or choose another folder with --out"
+        raise FolderInUse(
+            f"another coordinator (process {holder}) is using {folder}: "
+            "stop it, or choose another folder with --out",
+            holder,
         ) from None
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
