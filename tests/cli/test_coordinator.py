@@ -10,7 +10,7 @@ import pytest
 
 from blocktrain.cli.coordinator import ListenFlags, coordinator
 from blocktrain.errors import BlockTrainError, ConfigError
-from support.coordination_world import begin
+from support.fake_worker import begin
 
 
 @pytest.fixture
