@@ -1,4 +1,4 @@
-"""The report of a run: complete, self-contained, safe with any text, and calm about what is missing."""
+"""The report of a run: complete, self-contained, safe with any text and with missing values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as a user types them: a run from training to text, and one clear sentence for every kind of bad input."""
+"""The commands as a user types them: from training to text, and a sentence for every bad input."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ BAD_INPUT = [
     (["evaluate"], "RUN is missing"),
     (["evaluate", "full", "more"], "unexpected argument: more"),
     (["train", "--data", "notes.txt", "--config", "words.toml"], "reference must be true or false"),
-    (["train", "--data", "notes.txt", "--config", "/dev/zero"], "no settings file"),
+    (["train", "--data", "notes.txt", "--config", "/dev/zero"], "not a settings file"),
     (["train", "--data", "hollow"], "all its 1 text files are empty"),
     (["generate", "full", "--sweeps", "2"], "are for --mode sweep"),
     (["generate", "full", "--draft", "none"], "are for --mode sweep"),
@@ -422,7 +422,7 @@ def test_a_resumed_run_trusts_its_own_record(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Blocks are written again from the ledger, figures survive a damaged log, and other text than at the beginning is refused."""
+    """Blocks are written again from the ledger, a damaged log does no harm, other text is refused."""
     run = RunFolder(Path(shutil.copytree(trained, tmp_path / "copy")))
     good = run.weights(1).read_bytes()
     publish(

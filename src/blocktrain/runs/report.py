@@ -1,4 +1,4 @@
-"""A finished run as one page to look at: report.html, with its charts inside, that opens anywhere without a network."""
+"""A finished run as one page: report.html, with its charts inside. It opens without a network."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the run folder says, with everything that is not a usable number already left out."""
+    """What the run folder says, without values that are not usable numbers."""
 
     config: Config
     data: str
@@ -87,7 +87,7 @@ class _Facts:
         return [*range(1, self.config.blocks + 1), *([REFERENCE] if reference else [])]
 
     def colour(self, index: int) -> str:
-        """A block's colour in every chart; the fusion block has that of the composed model, whose output it is."""
+        """A block's colour in every chart; the fusion block has that of the composed model."""
         if index == REFERENCE:
             return INK
         return ACCENT if index > self.config.independent else BLOCKS[(index - 1) % len(BLOCKS)]
@@ -155,7 +155,8 @@ def _gather(folder: Path) -> _Facts:
     }
     if "composed" not in ce:
         raise RunError(
-            f"{path} is damaged: it holds no cross entropy of the composed model; delete it and continue with --resume"
+            f"{path} is damaged: it holds no cross entropy of the composed model; "
+            "delete it and continue with --resume"
         )
     ranges = {
         n: (float(pair[0]), float(pair[1]))
@@ -212,7 +213,10 @@ def _verdict(facts: _Facts) -> str:
     """The result in one sentence."""
     composed = facts.ce["composed"]
     if not math.isfinite(composed):
-        return "The composed model has no finite cross entropy: its training diverged. A lower learning rate may help."
+        return (
+            "The composed model has no finite cross entropy: its training diverged. "
+            "A lower learning rate may help."
+        )
     single = [v for n, v in facts.ce.items() if n.startswith("block_")]
     others = {
         "a single block on average": sum(single) / len(single) if single else math.nan,
@@ -224,7 +228,10 @@ def _verdict(facts: _Facts) -> str:
     compared = ", and ".join(
         _compared(composed, value, name) for name, value in others.items() if math.isfinite(value)
     )
-    needs = f"the composed model needs <strong>{composed:.3f} nats per byte</strong> ({composed / math.log(2):.3f} bits)"
+    needs = (
+        f"the composed model needs <strong>{composed:.3f} nats per byte</strong> "
+        f"({composed / math.log(2):.3f} bits)"
+    )
     return f"On text it never saw, {needs}{': ' if compared else ''}{compared}."
 
 
@@ -233,7 +240,8 @@ def _compared(value: float, other: float, name: str) -> str:
     if abs(difference) < 5e-4:
         return f"as much as {name}"
     share = f" ({abs(difference) / other:.1%})" if other > 0 else ""
-    return f"<strong>{abs(difference):.3f} {'more' if difference > 0 else 'fewer'}</strong>{share} than {name}"
+    word = "more" if difference > 0 else "fewer"
+    return f"<strong>{abs(difference):.3f} {word}</strong>{share} than {name}"
 
 
 def _label(name: str, config: Config) -> str:
@@ -265,7 +273,7 @@ def _short(number: float) -> str:
 
 
 def _visible(text: str) -> str:
-    """Control characters as their Unicode pictures: a model of bytes may write any, and a page must not swallow them."""
+    """Control characters as their Unicode pictures, because a page would not show them."""
     return "".join(
         chr(0x2400 + ord(c)) if c < " " and c not in "\n\t" else "\u2421" if c == "\x7f" else c
         for c in text
@@ -279,18 +287,21 @@ def _table(
     kind: str,
     strong: int | None = None,
 ) -> str:
-    """A table whose first cells name their rows; every cell is escaped here. `strong` is the row that matters most."""
+    """A table whose first cells name their rows. Escapes every cell; `strong` is the main row."""
     head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
     body = ""
     for n, (first, *rest) in enumerate(rows):
         cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
-        body += f'<tr{" class=strong" if n == strong else ""}><th scope="row">{html.escape(first)}</th>{cells}</tr>\n'
-    table = f"<caption>{html.escape(caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>"
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{html.escape(caption)}"><table class="{kind}">{table}</table></div>'
+        title = f'<th scope="row">{html.escape(first)}</th>'
+        body += f"<tr{' class=strong' if n == strong else ''}>{title}{cells}</tr>\n"
+    caption = html.escape(caption)
+    table = f"<caption>{caption}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>"
+    region = f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}">'
+    return f'{region}<table class="{kind}">{table}</table></div>'
 
 
 def _ordered(facts: _Facts) -> list[str]:
-    """Predictors from the simplest to the whole; what `composed` says already is not said twice."""
+    """Predictors from single blocks to the whole; `composed` stands for its own composition."""
     ranks = {"pool": 2, "fuse": 3, "euler": 3, "marginal": 4, "composed": 5, "reference": 6}
 
     def rank(name: str) -> tuple[int, int]:
@@ -325,7 +336,7 @@ def _ce_table(facts: _Facts) -> str:
 
 
 def _block_table(facts: _Facts) -> str:
-    """What each process was given and what it took; columns that no block has are left out."""
+    """Size, time and memory of each process, without columns that would be empty."""
     weights = {
         n: w for n, w in enumerate(_array(facts.result.get("pool_weights")), 1) if _is_number(w)
     }
@@ -360,7 +371,10 @@ def _settings_table(config: Config) -> str:
 
 
 def _panels(rows: int, columns: int = 1, *, least: float = 0) -> list[Axes]:
-    """Empty panels, `least` inches high or more, with only what helps to read: no frame, no tick marks. No rows: for curves."""
+    """Empty panels, at least `least` inches high, without frames and tick marks.
+
+    `rows` is the number of bars in a panel; 0 is for curves.
+    """
     from matplotlib.figure import Figure
 
     # The width is one column of the page at 72 points an inch, so that type keeps its size there.
@@ -376,7 +390,7 @@ def _panels(rows: int, columns: int = 1, *, least: float = 0) -> list[Axes]:
 
 
 def _chart(axes: Axes, name: str, title: str, note: str) -> str:
-    """The figure as inline SVG, the same bytes for the same content, with its words beside it."""
+    """The figure as inline SVG, with title and note. The same content gives the same bytes."""
     buffer, figure = io.StringIO(), cast("Figure", axes.figure)
     figure.savefig(
         buffer,
@@ -392,7 +406,8 @@ def _chart(axes: Axes, name: str, title: str, note: str) -> str:
     svg = svg[svg.index("<svg") :].replace(
         "<svg", f'<svg role="img" aria-label="{html.escape(f"Chart: {title}. {note}")}"', 1
     )
-    return f'<figure id="{name}"><figcaption><h3>{html.escape(title)}</h3>{html.escape(note)}</figcaption>{svg}</figure>'
+    words = f"<figcaption><h3>{html.escape(title)}</h3>{html.escape(note)}</figcaption>"
+    return f'<figure id="{name}">{words}{svg}</figure>'
 
 
 def _loss_chart(facts: _Facts) -> str:
@@ -434,12 +449,15 @@ def _loss_chart(facts: _Facts) -> str:
     axes.legend(frameon=False)
     note = "Training cross entropy in nats per byte, smoothed; log axis."
     if facts.config.objective == "denoise":
-        note += " Each block is measured at its own noise levels, so a lower curve is not a better block."
+        note += (
+            " Each block is measured at its own noise levels, "
+            "so a lower curve is not a better block."
+        )
     return _chart(axes, "loss", "Loss while training", note)
 
 
 def _smooth(curve: Curve) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Means over stretches, then over neighbours; a loss of 0 is kept on the log axis."""
+    """Means over sections, then over neighbours; a loss of 0 stays on the log axis."""
     means = np.stack(
         [part.mean(0) for part in np.array_split(np.array(curve), min(MOST_POINTS, len(curve)))]
     )
@@ -565,7 +583,7 @@ def _bars(
 
 
 def _thinned(items: Sequence[Any], most: int) -> list[Any]:
-    """First, last, and evenly between them."""
+    """At most `most` items: the first, the last, and some evenly between them."""
     return [
         items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
     ]
