@@ -19,7 +19,6 @@ import torch
 from blocktrain.audit import recompute
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import Folder, Record, Remote, Source, facts
-from blocktrain.coordinator.calls import Coordinator
 from blocktrain.coordinator.merge import Before, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Corpus
@@ -30,6 +29,7 @@ from blocktrain.protocol.messages import Blob, Manifest, Submission
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.prepare import prepare
+from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
 from support.manual_worker import CONFIG, IDENTITIES, play
 from support.protocol_samples import FACTS
@@ -48,7 +48,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> P
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, prepared: Path
-) -> Iterator[dict[str, Coordinator]]:
+) -> Iterator[dict[str, WatchedCoordinator]]:
     found = {
         outer: play(
             tmp_path_factory.mktemp(outer), corpus, prepared, compression=compression, outer=outer
@@ -61,7 +61,7 @@ def runs(
 
 
 @pytest.fixture
-def folder(runs: dict[str, Coordinator]) -> Path:
+def folder(runs: dict[str, WatchedCoordinator]) -> Path:
     return runs["nesterov"].live.store.blobs.folder
 
 
@@ -73,7 +73,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
 def test_honest_run_passes_from_its_folder_and_through_its_calls(
-    runs: dict[str, Coordinator], outer: str, tmp_path: Path
+    runs: dict[str, WatchedCoordinator], outer: str, tmp_path: Path
 ) -> None:
     run = runs[outer]
     seen: list[tuple[str, int, int]] = []
@@ -99,7 +99,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
 
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
 def test_honest_run_trains_again_to_the_same_bytes(
-    runs: dict[str, Coordinator], outer: str
+    runs: dict[str, WatchedCoordinator], outer: str
 ) -> None:
     torch.set_num_threads(2)
     found = audit(Folder(runs[outer].live.store.blobs.folder), retrain=True)
@@ -492,7 +492,7 @@ def test_beginnings_that_the_seed_does_not_give_are_found(folder: Path) -> None:
 
 
 def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(
-    runs: dict[str, Coordinator], tmp_path: Path
+    runs: dict[str, WatchedCoordinator], tmp_path: Path
 ) -> None:
     class TwoFaced(LocalClient):
         def manifest(self) -> Manifest:

@@ -20,10 +20,10 @@ from blocktrain.bench.transport.coordinator import (
 )
 from blocktrain.bench.transport.swarm import Failed, HttpLine, Load, Notes, run_swarm
 from blocktrain.bench.transport.transfers import TransferOptions
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.protocol.messages import UploadState
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import split
+from blocktrain.watch.server import Listen, running
 from blocktrain.web.client import MOST_IN_FLIGHT, HttpClient, LocalClient, next_room, upload
 from support.command import blocktrain
 from support.fake_worker import CONFIG, FakeWorker, beginning, whole_ledger

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.protocol.messages import Kick, Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.watch.stream import find_log, replay_app
 from blocktrain.web.client import HttpClient
 from blocktrain.web.server import AppServer, Where
@@ -32,7 +31,7 @@ HOSTILE = '<img src=x onerror="window.hurt = 1">'
 class Site:
     """A coordinator with its page, at an address."""
 
-    coordinator: Coordinator
+    coordinator: WatchedCoordinator
     clock: Clock
     url: str
     clients: list[HttpClient] = field(default_factory=list)
@@ -53,8 +52,14 @@ class Site:
         named = {name.replace("_", "-"): value for name, value in scores.items()}
         with live.lock:
             versions = {str(n): block.version for n, block in live.state.blocks.items()}
-            live.teller.score(
-                live, {"scores": named, "versions": versions, "valid_bytes": 4096, "seconds": 0.1}
+            self.coordinator.feed.put(
+                "score",
+                scores=named,
+                versions=versions,
+                valid_bytes=4096,
+                seconds=0.1,
+                bytes_in=live.moved[0],
+                bytes_out=live.moved[1],
             )
 
 

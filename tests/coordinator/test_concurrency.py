@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.closing import merge_round
 from blocktrain.errors import StorageFailed
 from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.blobs import Blobs
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.waiting import until
@@ -53,7 +53,7 @@ def slow_merge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         gate.open.set()
 
 
-def kinds(coordinator: Coordinator, kind: str) -> int:
+def kinds(coordinator: WatchedCoordinator, kind: str) -> int:
     return sum(entry.kind == kind for entry in whole_ledger(LocalClient(coordinator)))
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.calls import Coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
-from blocktrain.web.client import Calls, HttpClient, LocalClient, fetch
+from blocktrain.watch.server import Listen, WatchedCoordinator, running
+from blocktrain.web.client import HttpClient, LocalClient, fetch
 from support.fake_worker import (
     CONFIG,
     OPERATOR,
@@ -27,7 +27,7 @@ from support.fake_worker import (
     whole_ledger,
 )
 
-World = Callable[..., tuple[Coordinator, Calls]]
+World = Callable[..., tuple[WatchedCoordinator, Calls]]
 
 
 @pytest.fixture(params=["local", "http"])
@@ -35,7 +35,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     """A coordinator and a client to it, which has the operator's token."""
     with ExitStack() as stack:
 
-        def start(**policy: Any) -> tuple[Coordinator, Calls]:
+        def start(**policy: Any) -> tuple[WatchedCoordinator, Calls]:
             coordinator = begin(tmp_path / "run", **policy)
             stack.callback(coordinator.close)
             if request.param == "local":

@@ -18,9 +18,6 @@ import numpy as np
 import pytest
 from backports import zstd
 
-from blocktrain.coordinator import http as http_api
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import Conflict, Damaged, RunError, Unreachable
 from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
@@ -28,6 +25,8 @@ from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import RULES, Code
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.store.blobs import Blobs
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient, fetch
 from support.fake_worker import (
@@ -47,7 +46,7 @@ NOBODY = "0" * 64
 class Place:
     """A coordinator behind HTTP whose clock stands still, with rounds that nobody closes."""
 
-    coordinator: Coordinator
+    coordinator: WatchedCoordinator
     clock: Clock
     url: str
     http: httpx2.Client
@@ -712,9 +711,9 @@ def test_headers_that_never_end_are_hung_up_on(
 
 
 def test_too_many_at_once_are_turned_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_api, "MAX_FROM_ONE", 0)
+    monkeypatch.setattr(guard, "MAX_FROM_ONE", 0)
     assert refuse(place, Code.TOO_MANY_REQUESTS, lambda: place.http.get("/v1/run")).retry_seconds
-    monkeypatch.setattr(http_api, "MAX_SERVED", 0)
+    monkeypatch.setattr(guard, "MAX_SERVED", 0)
     assert refuse(place, Code.BUSY, lambda: place.http.get("/v1/run")).retry_seconds
     monkeypatch.undo()
     assert place.http.get("/v1/run").status_code == 200
@@ -809,7 +808,7 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         with (
             listening as url,
             closing(HttpClient(url, timeout=120)) as client,
-            pytest.raises(Unreachable, match="other bytes"),
+            pytest.raises(Unreachable, match="wrong bytes"),
         ):
             fetch(client, task.weights, tmp_path / "weights")
         assert list(tmp_path.glob("weights*")) == []

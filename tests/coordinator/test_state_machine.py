@@ -15,11 +15,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import verify as verify_signature
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.ledger import Entry, verify
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import Clock, FakeWorker, begin, crash
 
@@ -45,9 +45,9 @@ class Work:
 
 
 class Machine(RuleBasedStateMachine):
-    """Rules are what happens; invariants are what the protocol promises."""
+    """ServingRules are what happens; invariants are what the protocol promises."""
 
-    coordinator: Coordinator
+    coordinator: WatchedCoordinator
 
     @initialize(replicas=st.sampled_from([None, 1, 2]), staleness=st.sampled_from([0, 1, 4]))
     def begin(self, replicas: int | None, staleness: int) -> None:
@@ -295,8 +295,8 @@ class Machine(RuleBasedStateMachine):
             assert (block.version, block.steps, block.tokens) == tuple(
                 getattr(live.state.blocks[index], name) for name in ("version", "steps", "tokens")
             )
-        head = live.store.head()
-        assert head is not None and self.coordinator.manifest().number == head.seq
+        manifest, head = self.coordinator.manifest(), live.store.head()
+        assert head is not None and manifest.number == head.seq
 
 
 Machine.TestCase.settings = settings(

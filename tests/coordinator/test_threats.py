@@ -15,12 +15,11 @@ from typing import IO, Any
 
 import pytest
 
-from blocktrain.coordinator import http as http_api
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
 from support.fake_worker import (
@@ -40,7 +39,7 @@ HOUR = 3600.0
 Address = tuple[str, int]
 
 
-def kinds(coordinator: Coordinator, kind: str) -> list[dict[str, Any]]:
+def kinds(coordinator: WatchedCoordinator, kind: str) -> list[dict[str, Any]]:
     """The ledger's entries of one kind."""
     return [json.loads(e.body) for e in whole_ledger(LocalClient(coordinator)) if e.kind == kind]
 
@@ -103,21 +102,21 @@ def test_a_submission_without_all_chunks_is_refused(tmp_path: Path) -> None:
 @contextmanager
 def listening(
     folder: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any
-) -> Iterator[tuple[Coordinator, http_api.Door, str]]:
-    """A coordinator behind HTTP, and the door through which all come in."""
-    doors: list[http_api.Door] = []
+) -> Iterator[tuple[WatchedCoordinator, guard.Occupancy, str]]:
+    """A coordinator behind HTTP, and the counters of those who came in."""
+    counters: list[guard.Occupancy] = []
 
-    def door(token: str, operator_token: str) -> http_api.Door:
-        doors.append(made(token, operator_token))
-        return doors[-1]
+    def occupancy() -> guard.Occupancy:
+        counters.append(made())
+        return counters[-1]
 
-    made = http_api.Door
-    monkeypatch.setattr(http_api, "Door", door)
+    made = guard.Occupancy
+    monkeypatch.setattr(guard, "Occupancy", occupancy)
     with (
         beginning(folder, **policy) as coordinator,
         running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
     ):
-        yield coordinator, doors[0], url
+        yield coordinator, counters[0], url
 
 
 def address_of(url: str) -> Address:
@@ -195,18 +194,18 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        http_api, "MAX_SERVED", 32
+        guard, "MAX_SERVED", 32
     )  # bodies that are still on their way take none of these places
     monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
     monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
-    with listening(tmp_path, monkeypatch) as (coordinator, door, url):
+    with listening(tmp_path, monkeypatch) as (coordinator, counted, url):
         refusals = coordinator.live.recall.refusals
         with (
             three_hundred(address_of(url)) as crowd,
             closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client,
         ):
-            until(lambda: crowd.closed == 22 and door.moving.total() == 128, "a full house")
-            assert dict(door.moving) == {"127.0.0.3": 64, "127.0.0.4": 64}, (
+            until(lambda: crowd.closed == 22 and counted.moving.total() == 128, "a full house")
+            assert dict(counted.moving) == {"127.0.0.3": 64, "127.0.0.4": 64}, (
                 "nobody takes more than one address may"
             )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
@@ -217,11 +216,11 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
             assert len(worker.receipts) == 10 and all(
                 receipt.accepted for receipt in worker.receipts
             )
-            assert len(crowd.lines) == 278 and door.moving.total() >= 128, (
+            assert len(crowd.lines) == 278 and counted.moving.total() >= 128, (
                 "they were there all the time"
             )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
-        until(lambda: not door.moving and not door.served, "room after they have gone")
+        until(lambda: not counted.moving and not counted.served, "room after they have gone")
 
         monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
         monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
@@ -229,7 +228,7 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
         with three_hundred(address_of(url)) as crowd:
             until(lambda: crowd.closed == 300, "the end of the last of them")
         assert 0 < refusals[Code.TOO_SLOW] <= 150 and set(crowd.statuses) <= {408, 429}
-        assert Code.BUSY not in refusals and not door.moving and not door.served
+        assert Code.BUSY not in refusals and not counted.moving and not counted.served
         assert len(kinds(coordinator, "join")) == 1
 
 
@@ -277,9 +276,9 @@ def is_served(url: str) -> bool:
 def test_those_who_do_not_read_are_counted_and_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_api, "MAX_SERVED", 2)
-    monkeypatch.setattr(http_api, "MAX_FROM_ONE", 3)
-    with listening(tmp_path, monkeypatch) as (coordinator, door, url), ExitStack() as stack:
+    monkeypatch.setattr(guard, "MAX_SERVED", 2)
+    monkeypatch.setattr(guard, "MAX_FROM_ONE", 3)
+    with listening(tmp_path, monkeypatch) as (coordinator, counted, url), ExitStack() as stack:
         large = coordinator.live.store.blobs.put(
             bytes(1 << 24)
         )  # more than the buffers of a line hold
@@ -298,15 +297,15 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(
         assert [line.recv(3) for line in lines] == [b"200"] * 3
         assert reader().recv(3) == b"429", "a download counts until it is over"
         assert is_served(url), "others are served"
-        until(lambda: dict(door.moving) == {"127.0.0.2": 3}, "three that are still counted")
+        until(lambda: dict(counted.moving) == {"127.0.0.2": 3}, "three that are still counted")
         for line in lines:
             line.close()
-        until(lambda: not door.moving and not door.served, "room after they have gone")
+        until(lambda: not counted.moving and not counted.served, "room after they have gone")
 
         monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
         monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
         line = reader()
-        until(lambda: not door.moving and not door.served, "the end of it")
+        until(lambda: not counted.moving and not counted.served, "the end of it")
         assert len(rest(line)) < 1 << 24
 
 
@@ -349,8 +348,8 @@ def watch(event, arguments):
             if not isinstance(path, int) and not place(path).startswith(ALLOWED[0]):
                 found.append([event, place(path)])
 
-from blocktrain.coordinator.calls import open_coordinator
-from blocktrain.coordinator.server import Listen, Server
+from blocktrain.watch.server import open_coordinator
+from blocktrain.watch.server import Listen, Server
 
 sys.addaudithook(watch)
 with socket.socket() as other, socket.socket() as dialling:
@@ -609,9 +608,9 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(
         )
 
 
-@pytest.mark.parametrize("ending", [Coordinator.close, crash])
+@pytest.mark.parametrize("ending", [WatchedCoordinator.close, crash])
 def test_deadlines_survive_a_restart_as_remaining_time(
-    tmp_path: Path, ending: Callable[[Coordinator], None]
+    tmp_path: Path, ending: Callable[[WatchedCoordinator], None]
 ) -> None:
     """Of a machine too: its clock begins at 0 again. A coordinator that often restarts must not give a round its whole time anew."""
     clock = Clock(1e6)

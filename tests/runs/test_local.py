@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from blocktrain.config import Config
-from blocktrain.coordinator.calls import open_coordinator
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source
@@ -25,6 +24,7 @@ from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, r
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.results import Plan, complete
 from blocktrain.store.sql import read_ledger
+from blocktrain.watch.server import open_coordinator
 from conftest import tiny_config
 from support.waiting import until
 

@@ -24,8 +24,8 @@ from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.serving.entry.answer import Piece, Stats
-from blocktrain.serving.gate import read_keys
-from blocktrain.serving.openai_messages import ApiError, Completion, Writing, read_completion
+from blocktrain.serving.openai_messages import ApiError, Completion, TextChoice, read_completion
+from blocktrain.web.guard import read_keys
 from support.command import blocktrain
 from support.serving import Process, saved, small_model, started
 from support.waiting import PATIENCE, until
@@ -342,7 +342,7 @@ def test_without_a_key_nobody_gets_in(guarded: Process) -> None:
     assert "wants an API key" in answer.json()["error"]["message"]
     with (
         client(guarded, "another-key-of-mine") as api,
-        pytest.raises(openai.AuthenticationError, match="none of the API keys"),
+        pytest.raises(openai.AuthenticationError, match="not an API key"),
     ):
         api.completions.create(model="small", prompt="a")
     with client(guarded) as api:
@@ -542,7 +542,7 @@ def stats(**changes: Any) -> Stats:
 def test_characters_come_whole_however_the_bytes_are_cut(content: bytes, cuts: list[int]) -> None:
     places = sorted({min(cut, len(content)) for cut in cuts})
     parts = [content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True)]
-    writing = Writing(0)
+    writing = TextChoice(0)
     texts = [writing.take(Piece(part, None, stats())) for part in parts]
     texts.append(writing.take(Piece(b"", "length", stats())))
     assert "".join(texts) == writing.text == content.decode(errors="replace")

@@ -12,8 +12,8 @@ import httpx2
 import pytest
 
 from blocktrain.cli.serve import StageFlags
-from blocktrain.coordinator.server import Listen, running
-from blocktrain.coordinator.stages import Stages
+from blocktrain.clock import SimulatedClock
+from blocktrain.coordinator.http import StageRegistry
 from blocktrain.errors import ConfigError, Unreachable
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.generate import write as write_locally
@@ -27,9 +27,10 @@ from blocktrain.serving.entry.answer import Request
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.entry.route import chain, nearest, parse_route
 from blocktrain.serving.stage.stage import Stage
+from blocktrain.watch.server import Listen, running
 from blocktrain.web.client import HttpClient
 from conftest import random_model, tiny_config
-from support.fake_worker import TOKEN, Clock, beginning
+from support.fake_worker import TOKEN, beginning
 from support.serving import saved, started
 from support.waiting import PATIENCE, until, until_async
 
@@ -48,20 +49,20 @@ def notice(address: str = "127.0.0.1:8481", model: str = SHA) -> StageNotice:
 
 
 def test_those_who_told_lately_are_listed() -> None:
-    clock = Clock()
-    stages = Stages(clock)
-    stages.tell(notice())
-    stages.tell(notice(model="cd" * 32))  # it was started again, with another model
-    assert stages.listed().stages == (notice(model="cd" * 32),)
+    clock = SimulatedClock()
+    stages = StageRegistry(clock)
+    stages.announce_stage(notice())
+    stages.announce_stage(notice(model="cd" * 32))  # it was started again, with another model
+    assert stages.stages().stages == (notice(model="cd" * 32),)
     clock.now += KEPT_SECONDS - 1
-    stages.tell(notice("[::1]:8482"))
+    stages.announce_stage(notice("[::1]:8482"))
     clock.now += 2
-    assert stages.listed().stages == (notice("[::1]:8482"),)
+    assert stages.stages().stages == (notice("[::1]:8482"),)
     for port in range(1, MAX_STAGES):
-        stages.tell(notice(f"host-{port}.example:{port}"))
-    stages.tell(notice("[::1]:8482"))  # it is listed: it may go on
+        stages.announce_stage(notice(f"host-{port}.example:{port}"))
+    stages.announce_stage(notice("[::1]:8482"))  # it is listed: it may go on
     with pytest.raises(Refused) as full:
-        stages.tell(notice())
+        stages.announce_stage(notice())
     assert full.value.code == Code.BUSY
 
 
@@ -125,7 +126,7 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
         running(coordinator, Listen(token=TOKEN)) as url,
     ):
         with closing(HttpClient(url, "another")) as stranger:
-            for call in (stranger.stages, partial(stranger.tell_stage, notice())):
+            for call in (stranger.stages, partial(stranger.announce_stage, notice())):
                 with pytest.raises(Refused, match="token"):
                     call()
         with (

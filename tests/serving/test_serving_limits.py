@@ -16,9 +16,10 @@ import trustme
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Corpus
 from blocktrain.runs.served import RunModel
-from blocktrain.serving import gate, openai_api
+from blocktrain.serving import request_queue
 from blocktrain.serving.entry.entry import Entry
-from blocktrain.serving.openai_api import Rules, build_app
+from blocktrain.serving.openai_api import ServingRules, build_app
+from blocktrain.web import guard, sse
 from blocktrain.web import server as web
 from blocktrain.web.server import AppServer, Where
 from support.serving import saved, small_model
@@ -37,7 +38,7 @@ def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     run: Path,
     scenario: Scenario,
-    rules: Rules | None = None,
+    rules: ServingRules | None = None,
     listen: Where | None = None,
     **options: Any,
 ) -> None:
@@ -46,7 +47,7 @@ def serving(
     async def play() -> None:
         entry = Entry(RunModel(run))
         await entry.start()
-        server = AppServer(build_app(entry, rules or Rules("small")), listen or Where())
+        server = AppServer(build_app(entry, rules or ServingRules("small")), listen or Where())
         running = asyncio.create_task(server.serve())
         try:
             async with (
@@ -104,7 +105,7 @@ def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(
     monkeypatch.setattr(
         web, "BODY_SECONDS", 4.0
     )  # all of them are there before the first is given up
-    monkeypatch.setattr(gate, "MAX_FROM_ONE", 20)
+    monkeypatch.setattr(guard, "MAX_FROM_ONE", 20)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
         slow = [await line(server) for _ in range(21)]
@@ -133,7 +134,7 @@ def test_some_wait_and_the_next_is_refused(run: Path) -> None:
         assert (await second).status_code == 200
         await until(client, lambda status: status["requests"]["running"] == status["sessions"] == 0)
 
-    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+    serving(run, scenario, ServingRules("small", max_requests=1, queue=1))
 
 
 def test_who_hangs_up_in_the_queue_leaves_it(run: Path) -> None:
@@ -149,11 +150,11 @@ def test_who_hangs_up_in_the_queue_leaves_it(run: Path) -> None:
             await until(client, lambda status: status["requests"]["waiting"] == 0)
             assert (await client.get("/v1/status")).json()["requests"]["running"] == 1
 
-    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+    serving(run, scenario, ServingRules("small", max_requests=1, queue=1))
 
 
 def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "QUEUE_SECONDS", 0.3)
+    monkeypatch.setattr(request_queue, "QUEUE_SECONDS", 0.3)
 
     async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
         async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
@@ -163,11 +164,11 @@ def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 "code"
             ] == "busy"
 
-    serving(run, scenario, Rules("small", max_requests=1, queue=1))
+    serving(run, scenario, ServingRules("small", max_requests=1, queue=1))
 
 
 def test_a_silent_stream_says_that_it_is_alive(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_api, "ALIVE_SECONDS", 0.0005)
+    monkeypatch.setattr(sse, "ALIVE_SECONDS", 0.0005)
 
     async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
         text = (await client.post("/v1/completions", json={**SHORT, "stream": True})).text

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from blocktrain.config import Config, make_config
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, identity_from_seed, new_nonce
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.transfer import Plan, sha256, split
-from blocktrain.web.client import Calls, upload
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
+from blocktrain.web.client import upload
 from conftest import write_text
 
 CONFIG = make_config(
@@ -68,7 +69,7 @@ class Clock:
 
 def begin(
     folder: Path, clock: Clock | None = None, *, config: Config = CONFIG, **policy: Any
-) -> Coordinator:
+) -> WatchedCoordinator:
     """A new run: tasks of two steps and rounds of one update, unless the policy differs."""
     coordinator = open_coordinator(folder, clock) if clock else open_coordinator(folder)
     chosen = Policy(
@@ -79,7 +80,7 @@ def begin(
 
 
 @contextmanager
-def beginning(folder: Path, **policy: Any) -> Iterator[Coordinator]:
+def beginning(folder: Path, **policy: Any) -> Iterator[WatchedCoordinator]:
     """`begin`, and close it at the end."""
     coordinator = begin(folder, **policy)
     try:
@@ -88,7 +89,7 @@ def beginning(folder: Path, **policy: Any) -> Iterator[Coordinator]:
         coordinator.close()
 
 
-def crash(coordinator: Coordinator) -> None:
+def crash(coordinator: WatchedCoordinator) -> None:
     """Like a kill: nothing is flushed, and the lock on the folder is gone."""
     coordinator.live.store.close()
 
@@ -244,7 +245,7 @@ class Snapshot:
     pending: tuple[str, ...]
 
 
-def snapshot(coordinator: Coordinator) -> Snapshot:
+def snapshot(coordinator: WatchedCoordinator) -> Snapshot:
     """Read from the store, not from memory, where both have it."""
     live = coordinator.live
     with live.lock:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus
@@ -18,6 +17,7 @@ from blocktrain.protocol.identity import Identity, identity_from_seed
 from blocktrain.protocol.messages import Blob, Join, Lineage, Submission, Task, TaskRequest, Wait
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256, split
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient, upload
 from blocktrain.worker.task import read_blocks
 from conftest import tiny_config
@@ -127,7 +127,7 @@ class Clock:
         return self.now
 
 
-def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> Coordinator:
+def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> WatchedCoordinator:
     """Rounds of two, an update two versions late, the fusion block, and one pending update."""
     coordinator = open_coordinator(folder, Clock())
     coordinator.begin(

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from blocktrain.config import Config
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_identity
 from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
-from blocktrain.web.client import Calls, LocalClient
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
+from blocktrain.web.client import LocalClient
 from blocktrain.worker.loop import Machine, Worker
 from conftest import tiny_config
 
@@ -57,7 +58,7 @@ class WorkerRun:
             **options,
         )
 
-    def restart(self) -> Coordinator:
+    def restart(self) -> WatchedCoordinator:
         self.coordinator.close()
         self.coordinator = open_coordinator(self.folder / "coordinator")
         return self.coordinator

@@ -28,12 +28,11 @@ from blocktrain.audit.evidence import Folder
 from blocktrain.cli.run import audit as audit_command
 from blocktrain.cli.run import pull
 from blocktrain.cli.train import evaluate
-from blocktrain.coordinator.calls import open_coordinator
-from blocktrain.coordinator.server import Listen, Server, running
 from blocktrain.errors import StorageFailed, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.sql import read_ledger
+from blocktrain.watch.server import Listen, Server, open_coordinator, running
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import environment
 from support.fake_worker import CONFIG, FakeWorker, as_task, begin, prepared, whole_ledger

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from blocktrain.cli.coordinator import EventLines
-from blocktrain.coordinator import http as http_api
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch import stream as watch_api
 from blocktrain.watch.feed import EVENTS, MAX_BEHIND, MAX_HISTORY, Feed, History, Listener
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import blocktrain, start
@@ -45,7 +44,7 @@ LONG = 200.0  # seconds of the run's clock: nobody who was silent for so long is
 @contextmanager
 def serving(
     folder: Path, clock: Clock | None = None
-) -> Iterator[tuple[Coordinator, str, HttpClient]]:
+) -> Iterator[tuple[WatchedCoordinator, str, HttpClient]]:
     """A run with rounds of one update behind HTTP."""
     with (
         beginning(folder, clock=clock) as coordinator,
@@ -332,7 +331,7 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_api, "MAX_LISTENERS", 3)
-    monkeypatch.setattr(http_api, "MAX_FROM_ONE", 3)
+    monkeypatch.setattr(guard, "MAX_FROM_ONE", 3)
     monkeypatch.setattr(web, "FINISH_SECONDS", 600.0)
     with serving(tmp_path) as (_, url, client), ExitStack() as stack:
         readers = [Reader(url) for _ in range(3)]

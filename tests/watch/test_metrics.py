@@ -7,8 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from blocktrain.coordinator.calls import open_coordinator
-from blocktrain.coordinator.server import Listen, running
+from blocktrain.watch.server import Listen, open_coordinator, running
 from blocktrain.web.client import HttpClient
 from support.event_reader import fetch
 from support.fake_worker import TOKEN, FakeWorker, as_task, beginning

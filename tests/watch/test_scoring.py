@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from blocktrain.coordinator.calls import Coordinator
 from blocktrain.learning.compose import Model, composition_of, context_predictors
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import cross_entropies, evaluate
@@ -24,6 +23,7 @@ from blocktrain.runs.prepare import prepare
 from blocktrain.watch.feed import EVENTS, Listener
 from blocktrain.watch.scorer import sampled
 from blocktrain.watch.scoring import Scorer
+from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.worker.task import read_blocks
 from support.fake_worker import FakeWorker, as_task, begin
 from support.manual_worker import CONFIG, play
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def trained_run(
     tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, corpus_folder: Path
-) -> Iterator[Coordinator]:
+) -> Iterator[WatchedCoordinator]:
     """Really trained, with a fusion block that has read an older version than the newest."""
     folder = tmp_path_factory.mktemp("prepared")
     prepare(CONFIG, Source(str(corpus_folder), None, folder), folder)
@@ -45,7 +45,7 @@ def trained_run(
     coordinator.close()
 
 
-def expected(coordinator: Coordinator, corpus: Corpus) -> dict[str, float]:
+def expected(coordinator: WatchedCoordinator, corpus: Corpus) -> dict[str, float]:
     live = coordinator.live
 
     def model(pins: list[BlockVersion]) -> Model:
@@ -63,7 +63,7 @@ def expected(coordinator: Coordinator, corpus: Corpus) -> dict[str, float]:
     return {**{name.replace("_", "-"): ce for name, ce in found.items()}, "fused": fused}
 
 
-def test_scores_are_those_of_evaluate(trained_run: Coordinator, corpus: Corpus) -> None:
+def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: Corpus) -> None:
     coordinator = trained_run
     wanted = expected(coordinator, corpus)
     listener = Listener(kinds=("score",))
@@ -119,7 +119,7 @@ def test_a_scorer_dies_with_its_coordinator(tmp_path: Path) -> None:
     code = f"""
 import time
 from pathlib import Path
-from blocktrain.coordinator.calls import open_coordinator
+from blocktrain.watch.server import open_coordinator
 from blocktrain.watch.scoring import Scorer
 coordinator = open_coordinator(Path({str(tmp_path)!r}))
 scorer = Scorer(coordinator, 256)

@@ -16,8 +16,8 @@ import pytest
 
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import ConfigError
+from blocktrain.watch.server import Listen, running
 from blocktrain.worker import command as worker_command
 from blocktrain.worker.command import LogOutput, WorkerOptions, parse_bytes, run_worker
 from support.command import start

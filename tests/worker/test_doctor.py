@@ -26,8 +26,8 @@ import pytest
 import trustme
 
 from blocktrain.config import make_config
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.terminal import amount
+from blocktrain.watch.server import Listen, running
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
@@ -490,7 +490,7 @@ def test_another_coordinator_of_the_same_run(here: str, tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_yet_and_one_that_is_over(tmp_path: Path) -> None:
-    from blocktrain.coordinator.calls import open_coordinator
+    from blocktrain.watch.server import open_coordinator
 
     coordinator = open_coordinator(tmp_path / "empty")
     try:

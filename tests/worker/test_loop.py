@@ -17,16 +17,17 @@ import pytest
 
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import RunError, Unreachable
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.train import Trainer, block_weights, read_state, write_state
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.web.client import Calls, HttpClient, LocalClient
+from blocktrain.watch.server import Listen, running
+from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker import loop as worker_module
 from blocktrain.worker.loop import Machine
 from blocktrain.worker.state import BlockFolder

@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.calls import Coordinator
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import BlockTrainError, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.transfer import sha256, split
+from blocktrain.watch.server import Listen, WatchedCoordinator, running
 from blocktrain.web.client import HttpClient, LocalClient, fetch, retry_later
 from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.proxy import Proxy, proxy_to
 
 
 @contextmanager
-def bad_line(folder: Path, **policy: Any) -> Iterator[tuple[Coordinator, HttpClient, Proxy]]:
+def bad_line(folder: Path, **policy: Any) -> Iterator[tuple[WatchedCoordinator, HttpClient, Proxy]]:
     """A coordinator, and a client that reaches it through a proxy."""
     with (
         beginning(folder, **policy) as coordinator,
@@ -86,7 +85,7 @@ def test_an_upload_over_a_breaking_line_sends_little_twice(tmp_path: Path) -> No
         assert client.submit(worker.submission(task, payload)).receipt.accepted
 
 
-def _received(coordinator: Coordinator, block: int) -> int:
+def _received(coordinator: WatchedCoordinator, block: int) -> int:
     return next(b.bytes_in for b in coordinator.status().blocks if b.block == block)
 
 

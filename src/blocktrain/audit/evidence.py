@@ -14,11 +14,11 @@ from pydantic import Field, ValidationError
 
 from blocktrain.errors import BlockTrainError, Damaged, RunError, Unreachable
 from blocktrain.protocol import ledger
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.ledger import LedgerEntry
 from blocktrain.protocol.messages import Blob, Count, Manifest, Message, Sha256, Weight, read
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.web.client import Calls
 
 Totals = dict[str, tuple[int, int]]  # worker -> updates and tokens that became part of a version
 Name = Literal[

@@ -31,9 +31,8 @@ from blocktrain.files import write_atomic
 from blocktrain.serving.line.address import is_loopback, parse_address
 
 if TYPE_CHECKING:
-    from blocktrain.coordinator.calls import Coordinator
-    from blocktrain.coordinator.server import Server
     from blocktrain.watch.feed import Listener
+    from blocktrain.watch.server import Server, WatchedCoordinator
 
 # A merge may hold the interpreter this long while a request waits; it yields many times.
 SWITCH_SECONDS = 0.0005
@@ -126,8 +125,7 @@ def coordinator(
     config
         A TOML file with settings, `data`, and a table [coordination]; flags win over it.
     """
-    from blocktrain.coordinator.calls import open_coordinator
-    from blocktrain.coordinator.server import Listen, Server
+    from blocktrain.watch.server import Listen, Server, open_coordinator
 
     where = address or ListenFlags()
     host, port = where.parse()
@@ -169,7 +167,7 @@ def _run_settings(
     )
 
 
-def _require_same_run(running: Coordinator, wanted: RunRequest, folder: Path) -> None:
+def _require_same_run(running: WatchedCoordinator, wanted: RunRequest, folder: Path) -> None:
     if running.ready and (running.live.config, running.live.policy) != wanted[:2]:
         raise ConfigError(
             f"{folder} holds a run with other settings; "
@@ -236,7 +234,7 @@ def _announce(printed: Commands, json_: bool) -> None:
 
 
 def _serve(
-    running: Coordinator,
+    running: WatchedCoordinator,
     server: Server,
     wanted: RunRequest,
     flags: CoordinatorFlags,
@@ -275,7 +273,7 @@ def _serve(
         raise server.failure
 
 
-def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) -> None:
+def _prepare(running: WatchedCoordinator, config: Config, policy: Policy, data: str) -> None:
     """Make version 0 and the corpus in another process: only that one needs torch."""
     from blocktrain.runs.prepare import prepare_in_process
 
@@ -289,7 +287,7 @@ def _prepare(running: Coordinator, config: Config, policy: Policy, data: str) ->
 class EventLines:
     """Prints a line for every version, worker and score, and for the end of the run."""
 
-    def __init__(self, coordinator: Coordinator, pull_command: str) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, pull_command: str) -> None:
         from blocktrain.terminal import console
 
         self._pull_command = pull_command

@@ -18,7 +18,8 @@ from blocktrain.serving.line.address import is_loopback, parse_address
 
 if TYPE_CHECKING:
     from blocktrain.audit.audit import Audit
-    from blocktrain.web.client import Calls, HttpClient
+    from blocktrain.protocol.calls import Calls
+    from blocktrain.web.client import HttpClient
 
 OperatorToken = Annotated[
     str,

@@ -22,7 +22,7 @@ from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 if TYPE_CHECKING:
     from blocktrain.serving.entry.entry import Entry
     from blocktrain.serving.entry.route import FindStages
-    from blocktrain.serving.openai_api import Rules
+    from blocktrain.serving.openai_api import ServingRules
     from blocktrain.serving.openai_messages import Defaults
     from blocktrain.serving.stage.stage import Guard, Stage
     from blocktrain.web.client import HttpClient
@@ -74,12 +74,14 @@ class ApiFlags:
         certificate, key = self.tls or (None, None)
         return Where(host, port, certificate=certificate, key=key)
 
-    def rules(self, model: str, defaults: Defaults) -> Rules:
-        from blocktrain.serving.gate import Keys, read_keys
-        from blocktrain.serving.openai_api import Rules
+    def rules(self, model: str, defaults: Defaults) -> ServingRules:
+        from blocktrain.serving.openai_api import ServingRules
+        from blocktrain.web.guard import Keys, read_keys
 
         keys = read_keys(self.api_keys) if self.api_keys else Keys()
-        return Rules(model, keys, defaults, self.max_requests, self.queue, any_name=self.open)
+        return ServingRules(
+            model, keys, defaults, self.max_requests, self.queue, any_name=self.open
+        )
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ def serve(
 
 
 async def _serve(
-    entry: Entry, rules: Rules, listen: Where, announce: Callable[[str], None]
+    entry: Entry, rules: ServingRules, listen: Where, announce: Callable[[str], None]
 ) -> None:
     """Serve until stopped."""
     from blocktrain.serving.entry.answer import Request
@@ -413,7 +415,7 @@ async def _keep_announcing(coordinator: HttpClient, held: Stage) -> None:
     notice = StageNotice(address=held.address, model=held.blocks.facts.model)
     while True:
         try:
-            await asyncio.to_thread(coordinator.tell_stage, notice)
+            await asyncio.to_thread(coordinator.announce_stage, notice)
         except BlockTrainError as error:
             if not retry_later(error):
                 raise

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from blocktrain.errors import Unreachable
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.status import BlockStatus, Status, WorkerStatus
 from blocktrain.terminal import amount, console
-from blocktrain.web.client import Calls
 
 WATCH_SECONDS = 2.0
 ID_LETTERS = 8  # of a worker's id: enough for `kick`

@@ -16,50 +16,32 @@ from blocktrain.config import Config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.run import LiveRun, note
+from blocktrain.coordinator.run import LiveRun, Observer, note
 from blocktrain.coordinator.updates import accept, payload_limit
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.identity import Identity, open_identity, verify, worker_id
+from blocktrain.protocol.identity import Identity, verify, worker_id
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import Plan, require_hash
 from blocktrain.store.blobs import PIECE
 from blocktrain.store.contract import Store, WorkerRecord
-from blocktrain.store.sql import open_store
-from blocktrain.watch import status as overview
-from blocktrain.watch.feed import EVENTS, Feed
-from blocktrain.watch.narrator import Teller
 
 MANIFEST_SECONDS = 600
 LEDGER_PAGE = 200
 SOON = 0.1  # seconds in which a version is made
 
 
-def open_coordinator(folder: Path, clock: Callable[[], float] = time.monotonic) -> Coordinator:
-    """The coordinator of a folder, with the run that is in it or with none yet."""
-    store = open_store(folder)
-    try:
-        return Coordinator(
-            store, open_identity(folder / "coordinator.pem"), clock, Feed(folder / EVENTS)
-        )
-    except BaseException:
-        store.close()
-        raise
-
-
 class Coordinator:
-    """One run, as others call it. Implements `client.Calls`."""
+    """One run, as others call it: all of `protocol.calls.Calls` but `status`."""
 
     def __init__(
         self,
         store: Store,
         identity: Identity,
-        clock: Callable[[], float] = time.monotonic,
-        feed: Feed | None = None,
+        clock: Callable[[], float],
+        observer: Observer,
     ) -> None:
-        self.feed = feed or Feed()
-        self._live = LiveRun(store, identity, clock, Teller(self.feed))
+        self._live = LiveRun(store, identity, clock, observer)
         self._clock, self._identity = clock, identity
 
     @property
@@ -308,12 +290,6 @@ class Coordinator:
 
     # What operators call
 
-    def status(self) -> Status:
-        """Everything for people and pages."""
-        with self._running() as live:
-            now = self._clock()
-        return overview.status(live, now)
-
     def kick(self, message: m.Kick) -> None:
         """Remove a worker: its open tasks are free, and it cannot come back."""
         with self._running() as live:
@@ -343,6 +319,7 @@ class Coordinator:
     def _require_run(self) -> None:
         if not self._live.ready:
             raise Refused(Code.BUSY, "the run is being prepared")
+        self._live.start()
         self._live.store.require_open()
 
     def _verified(self, message: m.Signed, run: str, worker: str) -> state.WorkerState:
@@ -419,7 +396,7 @@ class Coordinator:
             now, state.with_worker(self._live.state, replace(known, block=None))
         )  # after a restart it is still gone
         self._live.save(now, state.without_worker(self._live.state, worker))
-        self._live.teller.left(self._live, worker)
+        self._live.observer.left(self._live, worker)
         self._live.tick()
         return m.Wait(seconds=0.0, code="finished", reason="you have left; join again at any time")
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
@@ -48,12 +48,29 @@ from blocktrain.store.contract import (
     WorkerRecord,
 )
 from blocktrain.store.ledger import Entry, Note
-from blocktrain.watch.narrator import Teller
 
 FLUSH_SECONDS = (
     2.0  # at most this much time is lost with a crash: of byte counters, and of every deadline
 )
 SPEED_MEMORY = 0.7  # share of the old value in a worker's measured overhead
+
+
+class Observer(Protocol):
+    """Who is told what a run does. The run's lock is held, except for `refused`."""
+
+    def started(self, run: LiveRun) -> None: ...
+
+    def committed(self, run: LiveRun, kind: str, body: dict[str, Any]) -> None:
+        """An entry of the ledger; the run's state is the one after it."""
+
+    def left(self, run: LiveRun, worker: str) -> None: ...
+
+    def refused(self, error: Refused, worker: str, block: int) -> None: ...
+
+    def look(self, run: LiveRun, now: float) -> None:
+        """Called often: for what passes with time alone."""
+
+    def close(self) -> None: ...
 
 
 class LiveRun:
@@ -65,9 +82,9 @@ class LiveRun:
     options: state.Options
 
     def __init__(
-        self, store: Store, identity: Identity, clock: Callable[[], float], teller: Teller
+        self, store: Store, identity: Identity, clock: Callable[[], float], observer: Observer
     ) -> None:
-        self.store, self.identity, self.clock, self.teller = store, identity, clock, teller
+        self.store, self.identity, self.clock, self.observer = store, identity, clock, observer
         self.lock = threading.RLock()
         self.merging = Merging(
             self.lock
@@ -84,7 +101,7 @@ class LiveRun:
         )  # payloads that are on the disk and not recorded yet
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: what it said last
         self.reason = ""
-        self.ready = False
+        self.ready = self._started = False
         self._closer: Closer | None = None
         if (document := store.run()) is not None:
             self._open(document)
@@ -118,6 +135,7 @@ class LiveRun:
         with self.lock:
             self.store.create_run(document)
             self._open(document)
+        self.start()
 
     def _store_file(self, path: Path) -> m.Blob:
         """A file as a blob, in pieces: a corpus may be larger than memory."""
@@ -165,8 +183,20 @@ class LiveRun:
         self.meter.begin(self.store.traffic())
         self.ready = True
         self.recall.fresh = []  # what was committed before has been told
-        self.teller.began(self)
-        self.save(now, self.state, notes=[note("start", facts.StartFacts(epoch=self.store.epoch))])
+
+    def start(self) -> None:
+        """Take the run over, once: with the first call, or the first tick.
+
+        A process that opens the folder and is refused (its port is taken, its settings differ)
+        has not started the run.
+        """
+        with self.lock:
+            if self._started or not self.ready:
+                return
+            self._started = True
+            self.observer.started(self)
+            begun = note("start", facts.StartFacts(epoch=self.store.epoch))
+            self.save(self.clock(), self.state, notes=[begun])
         self.tick()
 
     def close_beside(self) -> None:
@@ -188,7 +218,7 @@ class LiveRun:
             finally:
                 self.merging.close()
                 self.store.close()
-                self.teller.close()
+                self.observer.close()
 
     @property
     def finished(self) -> str | None:
@@ -218,6 +248,11 @@ class LiveRun:
     def blob(self, name: str) -> m.Blob:
         """A stored blob as messages name it."""
         return m.Blob(sha256=name, length=self.store.blobs.size(name))
+
+    def refused(self, error: Refused, worker: str = "", block: int = 0) -> None:
+        """Count a refusal. Needs no lock: any stranger may cause many."""
+        self.recall.refused(error.code, worker, block)
+        self.observer.refused(error, worker, block)
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -256,10 +291,11 @@ class LiveRun:
             self.recall.forget_tasks(set(after.leases))
         fresh, self.recall.fresh = self.recall.fresh or (), []
         for kind, body in fresh:
-            self.teller.committed(self, kind, body)
+            self.observer.committed(self, kind, body)
 
     def tick(self) -> None:
         """Do all that is due, or have it done: expire leases, extend and close rounds, finish."""
+        self.start()
         if self._closer is None:
             self._do_due()
         else:
@@ -304,7 +340,7 @@ class LiveRun:
             if due is not None:
                 self.merging.claim([due.block])
                 return due
-            self.teller.look(self, now)
+            self.observer.look(self, now)
             if now - self._flushed > FLUSH_SECONDS:
                 self._flush(now)
             return None

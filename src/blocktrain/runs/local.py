@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.errors import FolderInUse, RunError
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
@@ -28,6 +26,7 @@ from blocktrain.runs.local_worker import LocalWorker, work
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
 from blocktrain.runs.results import Plan, train_reference
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.worker.task import corpus_folder
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
@@ -78,7 +77,7 @@ def train_blocks(
 
 def _run_jobs(
     plan: Plan,
-    coordinator: Coordinator,
+    coordinator: WatchedCoordinator,
     on_message: Callable[[str, dict[str, Any]], None],
     warn: Callable[[str], None],
 ) -> None:
@@ -114,7 +113,7 @@ def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
 
 
 @contextmanager
-def _coordinator(plan: Plan) -> Iterator[Coordinator]:
+def _coordinator(plan: Plan) -> Iterator[WatchedCoordinator]:
     """The run's coordinator. The first start makes its run from the settings and the corpus."""
     try:
         coordinator = open_coordinator(plan.run.folder / "coordinator")
@@ -147,7 +146,7 @@ def _coordinator(plan: Plan) -> Iterator[Coordinator]:
         coordinator.close()
 
 
-def _publish_all(plan: Plan, coordinator: Coordinator) -> None:
+def _publish_all(plan: Plan, coordinator: WatchedCoordinator) -> None:
     """The newest versions as the run's model. Here they are those that a fusion block has read."""
     compose_run(
         plan.run,

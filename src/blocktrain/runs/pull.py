@@ -22,6 +22,7 @@ from blocktrain.learning.data import open_corpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import put_weights
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.messages import (
@@ -35,7 +36,7 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.tensors import Tensors, unpack
 from blocktrain.runs.folder import RunFolder, create_run, file_sha256, load_block, open_run, publish
 from blocktrain.runs.results import fit_and_seal
-from blocktrain.web.client import Calls, fetch
+from blocktrain.web.client import fetch
 
 RECORD = "pull.json"
 

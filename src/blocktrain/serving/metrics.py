@@ -15,8 +15,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blocktrain.serving.gate import Places
-from blocktrain.serving.openai_messages import Writing
+from blocktrain.serving.openai_messages import TextChoice
+from blocktrain.serving.request_queue import RequestQueue
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PER_SWEEP = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -32,10 +32,10 @@ _COUNTED = (
 )
 
 
-class Metrics:
+class ServingMetrics:
     """What one server has answered, and the state of its hosts at the moment of asking."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]], places: Places) -> None:
+    def __init__(self, status: Callable[[], dict[str, Any]], queue: RequestQueue) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter(
             "http_requests", "Answers; status 499 is for those who hung up.", "route", "status"
@@ -55,7 +55,7 @@ class Metrics:
             "accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP
         )
         self._counted = {name: self._counter(name, text) for name, text in _COUNTED}
-        self._registry.register(_Now(status, places))
+        self._registry.register(_ServingState(status, queue))
         ProcessCollector(registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -81,17 +81,17 @@ class Metrics:
         """Count a stream that ended with an error."""
         self._failed.labels(code).inc()
 
-    def written(self, writing: Writing) -> None:
+    def written(self, choice: TextChoice) -> None:
         """Count a choice, also one that was left unfinished."""
-        stats = writing.stats
+        stats = choice.stats
         if stats is None:
             return
-        self._answers.labels(stats.mode, writing.finish or "unfinished").inc()
+        self._answers.labels(stats.mode, choice.finish or "unfinished").inc()
         if stats.first_byte_ms:
             self._first.labels(stats.mode).observe(stats.first_byte_ms / 1000)
         for count in stats.accepted_per_sweep:
             self._per_sweep.observe(count)
-        self._counted["text_bytes"].inc(writing.bytes)
+        self._counted["text_bytes"].inc(choice.bytes)
         self._counted["degraded_answers"].inc(bool(stats.degraded))
         for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
             self._counted[name].inc(getattr(stats, name))
@@ -101,9 +101,9 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class _Now(Collector):
-    def __init__(self, status: Callable[[], dict[str, Any]], places: Places) -> None:
-        self._status, self._places = status, places
+class _ServingState(Collector):
+    def __init__(self, status: Callable[[], dict[str, Any]], queue: RequestQueue) -> None:
+        self._status, self._queue = status, queue
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is asked of an entry only to be registered."""
@@ -113,10 +113,10 @@ class _Now(Collector):
         """Places and hosts as they are now."""
         status = self._status()
         yield GaugeMetricFamily(
-            "blocktrain_requests_running", "Requests that are being answered.", self._places.running
+            "blocktrain_requests_running", "Requests that are being answered.", self._queue.running
         )
         yield GaugeMetricFamily(
-            "blocktrain_requests_waiting", "Requests that wait for a place.", self._places.waiting
+            "blocktrain_requests_waiting", "Requests that wait for a place.", self._queue.waiting
         )
         yield GaugeMetricFamily(
             "blocktrain_sessions", "Open sessions of the entry.", status["sessions"]

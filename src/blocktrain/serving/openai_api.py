@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,35 +19,38 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.entry.answer import Piece
 from blocktrain.serving.entry.entry import Entry
-from blocktrain.serving.gate import Keys, Places, Reading, check_name
-from blocktrain.serving.metrics import Metrics
-from blocktrain.serving.openai_messages import ApiError, Asked, Writing
-from blocktrain.serving.page import page
-from blocktrain.web.server import body_seconds
+from blocktrain.serving.metrics import ServingMetrics
+from blocktrain.serving.openai_messages import ApiError, CompletionJob, TextChoice
+from blocktrain.serving.request_queue import RequestQueue
+from blocktrain.web import sse
+from blocktrain.web.guard import Access, Front, Keys, is_local_host
+from blocktrain.web.pages import page_file
+from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS
 
 MAX_BODY = 1 << 20
-ALIVE_SECONDS = (
-    10.0  # without text a comment is sent, so that nobody in between takes the line for dead
-)
 AHEAD = 16  # pieces that are written before a slow reader has them
-STREAM_HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",
-    "X-Content-Type-Options": "nosniff",
+PAGE = Path(__file__).parents[1] / "web" / "writer"
+_UNREAD = (401, 408, 411, 413, 415, 421, 429)  # the connection cannot be used again
+_REFUSALS = {  # what the guard refuses, as OpenAI's clients know it
+    Code.WRONG_ENCODING: (415, "wrong_encoding", "send the body without Content-Encoding"),
+    Code.LENGTH_REQUIRED: (411, "length_required", "send a Content-Length"),
+    Code.MALFORMED: (411, "length_required", "send a Content-Length"),
+    Code.TOO_LARGE: (413, "too_large", "{detail}: send less"),
+    Code.TOO_SLOW: (408, "too_slow", "{detail}: send faster"),
+    Code.BUSY: (429, "busy", "too many requests are being received: try again"),
+    Code.TOO_MANY_REQUESTS: (429, "busy", "too many requests are being received: try again"),
 }
-
-Handler = Callable[[Request, Send], Awaitable[Response | None]]
 
 
 @dataclass(frozen=True)
-class Rules:
+class ServingRules:
     """What one server serves, to whom, and how much of it."""
 
     model: str
@@ -54,45 +58,83 @@ class Rules:
     defaults: m.Defaults = field(default_factory=m.Defaults)
     max_requests: int = 8
     queue: int = 32
-    any_name: bool = False  # answer to any Host: strangers may come in anyway
+    any_name: bool = False  # answer to any Host header: strangers are allowed anyway
 
 
-def build_app(entry: Entry, rules: Rules) -> Starlette:
-    """The HTTP face of an entry that was started."""
-    api = _Api(entry, rules)
+class ServingFront(Front):
+    """API keys, and errors as OpenAI's clients know them."""
+
+    def __init__(self, rules: ServingRules, metrics: ServingMetrics) -> None:
+        super().__init__(whole=False)
+        self._rules, self._metrics = rules, metrics
+
+    def check(self, request: Request, access: Access) -> None:
+        keys = self._rules.keys
+        host = request.headers.get("host", "")
+        if not keys.digests and not self._rules.any_name and not is_local_host(host):
+            raise ApiError(
+                421,
+                "without API keys this server answers to localhost or its address only",
+                "wrong_host",
+            )
+        given = request.headers.get("authorization", "")
+        if access == "anyone" or keys.allow(given):
+            return
+        if not given.partition(" ")[2].strip():
+            raise ApiError(
+                401,
+                "this server wants an API key: send it as `Authorization: Bearer KEY`",
+                "missing_api_key",
+            )
+        raise ApiError(
+            401,
+            "this is not an API key of this server: ask its operator for one",
+            "invalid_api_key",
+        )
+
+    def refuse(self, error: BlockTrainError, request: Request) -> Response:
+        return error_response(as_api_error(error))
+
+    def count(self, method: str, path: str, status: int, seconds: float) -> None:
+        self._metrics.answered(path, status, seconds)
+
+
+def build_app(entry: Entry, rules: ServingRules) -> Starlette:
+    """The HTTP API of an entry that was started."""
+    api = OpenAIApi(entry, rules)
+    route = api.front.route
     routes = [
-        api.route("POST", "/v1/completions", api.completions),
-        api.route("GET", "/v1/models", api.models),
-        api.route("GET", "/v1/models/{model:path}", api.one_model),
-        api.route("GET", "/v1/status", api.status),
-        api.route("GET", "/metrics", api.read_metrics),
-        api.route("GET", "/healthz", api.health, anyone=True),
-        api.route("GET", "/", page, anyone=True),
-        api.route("GET", "/page/{name}", page, anyone=True),
+        route("POST", "/v1/completions", api.completions),
+        route("GET", "/v1/models", api.models),
+        route("GET", "/v1/models/{model:path}", api.one_model),
+        route("GET", "/v1/status", api.status),
+        route("GET", "/metrics", api.read_metrics),
+        route("GET", "/healthz", api.health, "anyone"),
+        route("GET", "/", page, "anyone"),
+        route("GET", "/page/{name}", page, "anyone"),
     ]
     return Starlette(
-        routes=routes, exception_handlers={HTTPException: _nowhere, Exception: _broken}
+        routes=routes, exception_handlers={HTTPException: _unknown, Exception: _internal}
     )
 
 
-class _Api:
-    def __init__(self, entry: Entry, rules: Rules) -> None:
+async def page(request: Request, _: Send) -> Response:
+    """GET / and GET /page/{name}."""
+    response = await page_file(PAGE, request)
+    if response is None:
+        raise ApiError(404, "the page has no such file", "not_found")
+    return response
+
+
+class OpenAIApi:
+    """The handlers of an entry's routes."""
+
+    def __init__(self, entry: Entry, rules: ServingRules) -> None:
         self.entry, self.rules = entry, rules
         self.began = time.time()
-        self.places = Places(rules.max_requests, rules.queue)
-        self.reading = Reading()
-        self.metrics = Metrics(entry.status, self.places)
-
-    def route(self, method: str, path: str, handler: Handler, *, anyone: bool = False) -> Route:
-        """The handler behind the gate."""
-        return Route(path, _Guarded(self, handler, anyone, path), methods=[method])
-
-    def check(self, request: Request, *, anyone: bool) -> None:
-        """Before anything of it is read."""
-        if not self.rules.keys.digests and not self.rules.any_name:
-            check_name(request.headers.get("host", ""))
-        if not anyone:
-            self.rules.keys.check(request.headers.get("authorization", ""))
+        self.slots = RequestQueue(rules.max_requests, rules.queue)
+        self.metrics = ServingMetrics(entry.status, self.slots)
+        self.front = ServingFront(rules, self.metrics)
 
     async def health(self, _: Request, __: Send) -> Response:
         """GET /healthz: whether an answer can be had now, and the blocks that nobody holds; needs no key."""
@@ -128,12 +170,12 @@ class _Api:
 
     async def status(self, _: Request, __: Send) -> Response:
         """GET /v1/status: the entry, its hosts, and who is being answered."""
-        places = self.places
+        slots = self.slots
         requests = {
-            "running": places.running,
-            "waiting": places.waiting,
-            "most": places.most,
-            "queue": places.queue,
+            "running": slots.running,
+            "waiting": slots.waiting,
+            "most": slots.most,
+            "queue": slots.queue,
         }
         limits = {
             "max_tokens": m.MAX_TOKENS,
@@ -157,56 +199,41 @@ class _Api:
 
     async def completions(self, request: Request, send: Send) -> Response | None:
         """POST /v1/completions."""
-        order = m.asked(
-            m.read_completion(await self._body(request)), self.rules.model, self.rules.defaults
-        )
-        return await _while_connected(request.receive, self._write(order, send), self.metrics.left)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
+        content = await self.front.read_body(request, MAX_BODY)
+        job = m.completion_job(m.read_completion(content), self.rules.model, self.rules.defaults)
+        return await _while_connected(request.receive, self._write(job, send), self.metrics.left)
 
-    async def _body(self, request: Request) -> bytes:
-        """Exactly the announced bytes, within the limit and in time."""
-        length = _announced(request)
-        parts: list[bytes] = []
-        with self.reading.one(request.client.host if request.client else ""):
-            try:
-                async with asyncio.timeout(body_seconds(length)):
-                    async for part in request.stream():
-                        parts.append(part)
-            except TimeoutError:
-                raise ApiError(
-                    408,
-                    f"{sum(map(len, parts))} of {length} bytes came in time: send faster",
-                    "too_slow",
-                ) from None
-        return b"".join(parts)
-
-    async def _write(self, order: Asked, send: Send) -> Response | None:
+    async def _write(self, job: CompletionJob, send: Send) -> Response | None:
         """All choices of an order, in one piece or as they come."""
-        async with self.places.one(), aclosing(_pieces(self.entry, order)) as pieces:
-            writings = [Writing(index) for index in range(len(order.requests))]
+        async with self.slots.slot(), aclosing(_pieces(self.entry, job)) as pieces:
+            choices = [TextChoice(index) for index in range(len(job.requests))]
             try:
                 first = await anext(
                     pieces
                 )  # what cannot be begun is refused with a status, also in a stream
-                if order.stream:
-                    await self._stream(order, writings, first, pieces, send)
+                if job.stream:
+                    await self._stream(job, choices, first, pieces, send)
                     return None
-                _take(writings, first)
+                _take(choices, first)
                 async for piece in pieces:
-                    _take(writings, piece)
-                return JSONResponse(m.completed(order, writings))
+                    _take(choices, piece)
+                return JSONResponse(m.completed(job, choices))
             finally:
-                for writing in writings:
-                    self.metrics.written(writing)
+                for choice in choices:
+                    self.metrics.written(choice)
 
     async def _stream(
         self,
-        order: Asked,
-        writings: list[Writing],
+        job: CompletionJob,
+        choices: list[TextChoice],
         first: _Numbered,
         pieces: AsyncGenerator[_Numbered],
         send: Send,
     ) -> None:
-        start = Response(headers=STREAM_HEADERS, media_type="text/event-stream")
+        start = Response(headers=STREAM_HEADERS, media_type=MEDIA_TYPE)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -214,15 +241,15 @@ class _Api:
             await send({"type": "http.response.body", "body": content, "more_body": more})
 
         try:
-            await say(_told(order, writings, first))
+            await say(_chunk(job, choices, first))
             async for piece in pieces:
-                await say(_told(order, writings, piece))
+                await say(_chunk(job, choices, piece))
         except BlockTrainError as error:
-            failed = _as_api_error(error)
+            failed = as_api_error(error)
             self.metrics.failed(failed.code)
             await say(m.event(failed.body), more=False)
             return
-        ending = m.last_chunk(order, writings) if order.usage else b""
+        ending = m.last_chunk(job, choices) if job.usage else b""
         await say(ending + m.DONE, more=False)
 
 
@@ -241,27 +268,27 @@ def missing_blocks(status: dict[str, Any]) -> list[int]:
 _Numbered = tuple[int, Piece] | None  # which choice; None: nothing new, still alive
 
 
-def _take(writings: list[Writing], numbered: _Numbered) -> None:
+def _take(choices: list[TextChoice], numbered: _Numbered) -> None:
     if numbered is not None:
-        writings[numbered[0]].take(numbered[1])
+        choices[numbered[0]].take(numbered[1])
 
 
-def _told(order: Asked, writings: list[Writing], numbered: _Numbered) -> bytes:
+def _chunk(job: CompletionJob, choices: list[TextChoice], numbered: _Numbered) -> bytes:
     """A piece as it is sent; nothing while a character is not whole."""
     if numbered is None:
-        return m.ALIVE
-    writing = writings[numbered[0]]
-    text = writing.take(numbered[1])
-    return m.chunk(order, writing, text) if text or writing.finish else b""
+        return ALIVE
+    choice = choices[numbered[0]]
+    text = choice.take(numbered[1])
+    return m.chunk(job, choice, text) if text or choice.finish else b""
 
 
-async def _pieces(entry: Entry, order: Asked) -> AsyncGenerator[_Numbered]:
+async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_Numbered]:
     """The pieces of all choices as they come; closing it closes them all. An error of one is the error of all."""
     arrived: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(AHEAD)
 
     async def pump(index: int) -> None:
         try:
-            async with aclosing(entry.generate(order.requests[index])) as pieces:
+            async with aclosing(entry.generate(job.requests[index])) as pieces:
                 async for piece in pieces:
                     await arrived.put(
                         (index, replace(piece, stats=replace(piece.stats)))
@@ -270,12 +297,12 @@ async def _pieces(entry: Entry, order: Asked) -> AsyncGenerator[_Numbered]:
         except Exception as error:
             await arrived.put(error)
 
-    pumps = [asyncio.create_task(pump(index)) for index in range(len(order.requests))]
+    pumps = [asyncio.create_task(pump(index)) for index in range(len(job.requests))]
     open_ = len(pumps)
     try:
         while open_:
             try:
-                async with asyncio.timeout(ALIVE_SECONDS):
+                async with asyncio.timeout(sse.ALIVE_SECONDS):
                     found = await arrived.get()
             except TimeoutError:
                 yield None
@@ -314,47 +341,19 @@ async def _while_connected(
         await asyncio.gather(working, gone, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class _Guarded:
-    """A handler as an ASGI app, with every error as OpenAI's clients know it."""
-
-    api: _Api
-    handler: Handler
-    anyone: bool
-    path: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, began = Request(scope, receive), time.monotonic()
-        status = 200
-        try:
-            self.api.check(request, anyone=self.anyone)
-            response = await self.handler(request, send)
-        except BlockTrainError as error:
-            response = _refusal(_as_api_error(error))
-        except ClientDisconnect:
-            status, response = 499, None
-        except Exception:  # a mistake of ours: `_broken` answers
-            self.api.metrics.answered(self.path, 500, time.monotonic() - began)
-            raise
-        if response is not None:
-            status = response.status_code
-        self.api.metrics.answered(self.path, status, time.monotonic() - began)
-        if response is not None:
-            await response(scope, receive, send)
-
-
-def _as_api_error(error: BlockTrainError) -> ApiError:
+def as_api_error(error: BlockTrainError) -> ApiError:
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ConfigError):  # what was asked for cannot be had of this model
+    if isinstance(error, Refused):
+        status, code, sentence = _REFUSALS[error.code]
+        retry = 1 if code == "busy" else None
+        return ApiError(status, sentence.format(detail=error.detail), code, retry_after=retry)
+    if isinstance(error, ConfigError):  # this model cannot do what the request asks for
         return ApiError(400, str(error), "impossible")
     return ApiError(503, str(error), "unavailable", retry_after=1)
 
 
-_UNREAD = (401, 408, 411, 413, 415, 421, 429)
-
-
-def _refusal(error: ApiError) -> Response:
+def error_response(error: ApiError) -> Response:
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
     if error.status in _UNREAD:  # some of the body may be: the connection cannot be used again
         headers["Connection"] = "close"
@@ -363,36 +362,17 @@ def _refusal(error: ApiError) -> Response:
     return JSONResponse(error.body, error.status, headers)
 
 
-async def _nowhere(request: Request, error: Exception) -> Response:
+async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     said = f"there is no {request.method} {request.url.path[:80]} here"
     if request.url.path.startswith("/v1/chat"):
         said += ": this model completes text; use /v1/completions"
-    response = _refusal(ApiError(status, said, "not_found"))
+    response = error_response(ApiError(status, said, "not_found"))
     response.headers.update(
         (error.headers if isinstance(error, HTTPException) else None) or {}
     )  # Allow
     return response
 
 
-async def _broken(_: Request, __: Exception) -> Response:
-    return _refusal(ApiError(500, "the server made a mistake; its log tells more", "internal"))
-
-
-def _announced(request: Request) -> int:
-    """The length of a body that may be read."""
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
-        raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "send the body without Content-Encoding", "wrong_encoding")
-    announced = request.headers.get("content-length", "")
-    if not announced.isascii() or not announced.isdecimal() or len(announced) > 15:
-        raise ApiError(411, "send a Content-Length", "length_required")
-    if int(announced) > MAX_BODY:
-        raise ApiError(
-            413, f"a body of {announced} bytes is too large, {MAX_BODY} are allowed", "too_large"
-        )
-    return int(announced)
+async def _internal(_: Request, __: Exception) -> Response:
+    return error_response(ApiError(500, "internal error; see the server's log", "internal"))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from blocktrain.errors import BlockTrainError
 from blocktrain.serving.entry.answer import Piece, Request, Stats
+from blocktrain.web.sse import frame
 
 MAX_TOKENS = 8192  # bytes of one choice
 MAX_CHOICES = 8
@@ -178,7 +179,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionJob:
     """A completion that is to be written: one request to the entry for each choice."""
 
     model: str
@@ -190,7 +191,7 @@ class Asked:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
+def completion_job(completion: Completion, model: str, defaults: Defaults) -> CompletionJob:
     """What the body means on this server. Choice i of several is written with seed + i."""
     if completion.model != model:
         raise ApiError(
@@ -226,10 +227,10 @@ def asked(completion: Completion, model: str, defaults: Defaults) -> Asked:
         for number in range(completion.n or 1)
     ]
     with_usage = bool(completion.stream_options and completion.stream_options.include_usage)
-    return Asked(model, tuple(requests), seed, bool(completion.stream), with_usage)
+    return CompletionJob(model, tuple(requests), seed, bool(completion.stream), with_usage)
 
 
-class Writing:
+class TextChoice:
     """One choice as it grows: bytes in, whole characters out."""
 
     def __init__(self, index: int) -> None:
@@ -268,10 +269,10 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
     return found
 
 
-def usage(order: Asked, writings: Iterable[Writing]) -> dict[str, Any]:
+def usage(job: CompletionJob, writings: Iterable[TextChoice]) -> dict[str, Any]:
     """Bytes are the tokens here. A prompt longer than the context keeps its tail: how much was cut is told."""
     writings = list(writings)
-    prompt = len(order.requests[0].prompt)
+    prompt = len(job.requests[0].prompt)
     written = sum(one.bytes for one in writings)
     cut = max((one.stats.prompt_bytes_cut for one in writings if one.stats), default=0)
     return {
@@ -282,45 +283,44 @@ def usage(order: Asked, writings: Iterable[Writing]) -> dict[str, Any]:
     }
 
 
-def _head(order: Asked) -> dict[str, Any]:
+def _head(job: CompletionJob) -> dict[str, Any]:
     return {
-        "id": order.id,
+        "id": job.id,
         "object": "text_completion",
-        "created": order.created,
-        "model": order.model,
+        "created": job.created,
+        "model": job.model,
     }
 
 
-def _choice(writing: Writing, text: str) -> dict[str, Any]:
+def _choice(writing: TextChoice, text: str) -> dict[str, Any]:
     return {"index": writing.index, "text": text, "logprobs": None, "finish_reason": writing.finish}
 
 
-def completed(order: Asked, writings: list[Writing]) -> dict[str, Any]:
+def completed(job: CompletionJob, writings: list[TextChoice]) -> dict[str, Any]:
     """The answer in one piece."""
     choices = [_choice(one, one.text) for one in writings]
-    told = facts([one.stats for one in writings], order.seed)
-    return {**_head(order), "choices": choices, "usage": usage(order, writings), "blocktrain": told}
+    told = facts([one.stats for one in writings], job.seed)
+    return {**_head(job), "choices": choices, "usage": usage(job, writings), "blocktrain": told}
 
 
-def chunk(order: Asked, writing: Writing, text: str) -> bytes:
+def chunk(job: CompletionJob, writing: TextChoice, text: str) -> bytes:
     """A piece of one choice as a server-sent event; the one with the finish has the list of every sweep."""
     told = facts(
-        [writing.stats], (order.seed + writing.index) & MAX_SEED, whole=writing.finish is not None
+        [writing.stats], (job.seed + writing.index) & MAX_SEED, whole=writing.finish is not None
     )
     return event(
-        {**_head(order), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told}
+        {**_head(job), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told}
     )
 
 
-def last_chunk(order: Asked, writings: list[Writing]) -> bytes:
+def last_chunk(job: CompletionJob, writings: list[TextChoice]) -> bytes:
     """The usage of a stream that asked for it."""
-    return event({**_head(order), "choices": [], "usage": usage(order, writings)})
+    return event({**_head(job), "choices": [], "usage": usage(job, writings)})
 
 
 DONE = b"data: [DONE]\n\n"
-ALIVE = b": alive\n\n"
 
 
 def event(content: dict[str, Any]) -> bytes:
     """As a server-sent event."""
-    return b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()
+    return frame(json.dumps(content, separators=(",", ":")).encode())

@@ -9,16 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client import Counter as Counted
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blocktrain.coordinator.calls import Coordinator
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol.status import BlockStatus, Status, WorkerStatus
+
+if TYPE_CHECKING:
+    from blocktrain.watch.server import WatchedCoordinator
 
 SECONDS = (
     0.001,
@@ -38,10 +40,10 @@ STATES = get_args(WorkerStatus.model_fields["state"].annotation)
 MESSAGES = "messages"  # in place of a block: bytes that belong to none
 
 
-class Metrics:
+class CoordinatorMetrics:
     """What one server has answered, and the state of its run at the moment of asking."""
 
-    def __init__(self, coordinator: Coordinator, listeners: Callable[[], int]) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, listeners: Callable[[], int]) -> None:
         disable_created_metrics()  # the time of a counter's first use says nothing here
         self._registry = CollectorRegistry()
         labels = ("method", "route")
@@ -68,7 +70,7 @@ class Metrics:
 
 
 class _Run(Collector):
-    def __init__(self, coordinator: Coordinator, listeners: Callable[[], int]) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, listeners: Callable[[], int]) -> None:
         self._coordinator, self._listeners = coordinator, listeners
 
     def describe(self) -> Iterable[Metric]:

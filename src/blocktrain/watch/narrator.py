@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from blocktrain.coordinator.rounds import is_alive, target_replicas
 from blocktrain.protocol.messages import PROTOCOL
+from blocktrain.protocol.refusals import Refused
 from blocktrain.watch.feed import Feed
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class _Fold:
     count: int = 0
 
 
-class Teller:
+class Narrator:
     """Puts what happens into a feed. The caller holds the run's lock, except for `refused`."""
 
     def __init__(self, feed: Feed) -> None:
@@ -48,7 +49,7 @@ class Teller:
         self._mutex = threading.Lock()  # of the folds: refusals come from the door
         self._looked = self._since = 0.0
 
-    def began(self, live: LiveRun) -> None:
+    def started(self, live: LiveRun) -> None:
         """A run, new or taken up again."""
         config, again = live.config, {} if self.feed.empty else {"restart": True}
         self._since = live.clock()
@@ -159,14 +160,12 @@ class Teller:
             length=body["weights"]["length"],
         )
 
-    def score(self, live: LiveRun, fields: Body) -> None:
-        """The newest versions were scored."""
-        self.feed.put("score", **fields, bytes_in=live.moved[0], bytes_out=live.moved[1])
-
-    def refused(self, code: str, sentence: str, worker: str = "", block: int = 0) -> None:
+    def refused(self, error: Refused, worker: str, block: int) -> None:
         """Somebody was told no. Only remembered here: this is the way of every call, and a stranger may make many."""
         with self._mutex:
-            fold = self._folds.setdefault((code, worker), _Fold(time.monotonic(), sentence, block))
+            fold = self._folds.setdefault(
+                (error.code, worker), _Fold(time.monotonic(), error.sentence, block)
+            )
             fold.count += 1
 
     def look(self, live: LiveRun, now: float) -> None:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from blocktrain.coordinator.calls import Coordinator
 from blocktrain.errors import BlockTrainError
 from blocktrain.watch.feed import Listener
+from blocktrain.watch.server import WatchedCoordinator
 
 MODULE = "blocktrain.watch.scorer"
 PAUSE_SECONDS = 10.0
@@ -30,7 +30,7 @@ class Scorer:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: WatchedCoordinator,
         score_bytes: int,
         told: Callable[[str], None] = lambda _: None,
         pause: float = PAUSE_SECONDS,

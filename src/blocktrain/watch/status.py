@@ -14,6 +14,7 @@ from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
 from blocktrain.protocol.status import MAX_WORKERS, BlockStatus, RoundStatus, Status, WorkerStatus
 from blocktrain.store.contract import WorkerRecord
+from blocktrain.watch.feed import Feed
 
 _ALL = set(WorkerStatus.model_fields)
 _NEITHER = (("__pydantic_extra__", None), ("__pydantic_private__", None))
@@ -21,7 +22,7 @@ _NEITHER = (("__pydantic_extra__", None), ("__pydantic_private__", None))
 Presence = Literal["training", "waiting", "lost", "left", "kicked"]
 
 
-def status(live: LiveRun, now: float) -> Status:
+def status_of(live: LiveRun, now: float, feed: Feed) -> Status:
     """`GET /v1/status`. Needs no lock: what a run knows is never changed in place, only replaced."""
     run, over = live.state, live.finished
     out = [lease for lease in run.leases.values() if not lease.expired]
@@ -49,7 +50,7 @@ def status(live: LiveRun, now: float) -> Status:
             for name, record in sorted(_shown(live, run))
         ),
         refusals={Code(code): count for code, count in sorted(live.recall.refusals.items())},
-        scores=live.teller.feed.scores,
+        scores=feed.scores,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )

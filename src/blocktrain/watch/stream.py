@@ -5,65 +5,47 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from blocktrain.errors import BlockTrainError, RunError
 from blocktrain.protocol.messages import refusal, write
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.status import Status
 from blocktrain.watch.feed import EVENTS, Event, Feed, History, Listener
+from blocktrain.web import sse
 from blocktrain.web.pages import page_file
+from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS, EventStream, frame
 
 MAX_LISTENERS = 64
 STATUS_SECONDS = 2.0
-ALIVE_SECONDS = (
-    10.0  # without an event a comment is sent, so that nobody in between takes the line for dead
-)
 SHOWN_WORKERS = 200  # in the status that the page gets
-PIECE = 1 << 16
-
+BATCH_BYTES = 1 << 16
 PAGE = Path(__file__).parents[1] / "web" / "dashboard"
-STREAM_HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",
-    "X-Content-Type-Options": "nosniff",
-}
 
 
 async def page(request: Request) -> Response:
     """GET / and GET /page/{name}."""
-    found = await page_file(PAGE, request)
-    if found is None:
+    response = await page_file(PAGE, request)
+    if response is None:
         raise Refused(Code.NOT_FOUND, "the page has no such file")
-    return found
+    return response
 
 
-async def not_a_replay(_: Request) -> Response:
-    """GET /v1/replay of a coordinator."""
-    return JSONResponse({"replay": False})
-
-
-def framed(event: Event) -> bytes:
-    """A stored event as it is sent."""
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), event.line)
-
-
-def passing(kind: str, data: bytes) -> bytes:
-    """One that is not stored."""
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+def as_frame(event: Event) -> bytes:
+    return frame(event.line, event.kind, event.seq)
 
 
 def ready(last: int, left_out: int) -> bytes:
     """The history ends here."""
-    return passing("ready", json.dumps({"last": last, "left_out": left_out}).encode())
+    return frame(json.dumps({"last": last, "left_out": left_out}).encode(), "ready")
 
 
 def in_pieces(events: Iterator[Event]) -> Iterator[bytes]:
@@ -71,9 +53,9 @@ def in_pieces(events: Iterator[Event]) -> Iterator[bytes]:
     some: list[bytes] = []
     size = 0
     for event in events:
-        some.append(framed(event))
+        some.append(as_frame(event))
         size += len(some[-1])
-        if size >= PIECE:
+        if size >= BATCH_BYTES:
             yield b"".join(some)
             some, size = [], 0
     yield b"".join(some)
@@ -103,31 +85,17 @@ class _Stream:
         """What is to be sent, until it ends or the reader has fallen too far behind."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(ALIVE_SECONDS):
+                async with asyncio.timeout(sse.ALIVE_SECONDS):
                     await self.flag.wait()
             self.flag.clear()
             if self.ended or self.listener.gone:
                 return
             status, self.status = self.status, None
             yield (
-                b"".join(map(framed, self.listener.take()))
-                + (passing("status", status) if status else b"")
-                or b": alive\n\n"
+                b"".join(map(as_frame, self.listener.take()))
+                + (frame(status, "status") if status else b"")
+                or ALIVE
             )
-
-
-class Told(StreamingResponse):
-    """A stream that gives its seat back, however it ends."""
-
-    def __init__(self, content: AsyncIterator[bytes], leave: Callable[[], None]) -> None:
-        super().__init__(content, headers=STREAM_HEADERS, media_type="text/event-stream")
-        self._leave = leave
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._leave()
 
 
 class Streams:
@@ -144,23 +112,23 @@ class Streams:
         """Listeners."""
         return len(self._open)
 
-    async def events(self, request: Request) -> Response:
-        """The history, then what happens."""
-        after, follow = asked(request)
+    async def events(self, request: Request, _: Send) -> Response:
+        """GET /v1/events: the history, then what happens."""
+        after, follow = requested(request)
         if self._ended or len(self._open) >= MAX_LISTENERS:
-            raise Refused(Code.BUSY, f"{len(self._open)} pages listen already")
+            raise Refused(Code.BUSY, f"{len(self._open)} pages are listening")
         if request.method == "HEAD":
-            return Response(headers=STREAM_HEADERS, media_type="text/event-stream")
+            return Response(headers=STREAM_HEADERS, media_type=MEDIA_TYPE)
         stream = _Stream()
         self._open.add(stream)
         self._came.set()
-        return Told(self._told(stream, after, follow), lambda: self._leave(stream))
+        return EventStream(self._frames(stream, after, follow), lambda: self._leave(stream))
 
     def _leave(self, stream: _Stream) -> None:
         self._open.discard(stream)
         stream.listener.gone = True
 
-    async def _told(self, stream: _Stream, after: int, follow: bool) -> AsyncIterator[bytes]:
+    async def _frames(self, stream: _Stream, after: int, follow: bool) -> AsyncIterator[bytes]:
         places, left_out, last = await run_in_threadpool(self._feed.listen, stream.listener, after)
         async for piece in iterate_in_threadpool(in_pieces(self._feed.read(places))):
             yield piece
@@ -169,8 +137,16 @@ class Streams:
             async for piece in stream.news():
                 yield piece
 
-    async def tell_status(self) -> None:
-        """The status every two seconds and to every newcomer, made once for all; nothing while nobody listens."""
+    @asynccontextmanager
+    async def sending_status(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._send_status())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _send_status(self) -> None:
+        """Every two seconds and to every new listener, made once for all of them."""
         while True:
             if not self._open:
                 await self._came.wait()
@@ -192,7 +168,7 @@ class Streams:
             stream.flag.set()
 
 
-def asked(request: Request) -> tuple[int, bool]:
+def requested(request: Request) -> tuple[int, bool]:
     """After which event, and whether to go on after the history."""
     after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
     if not (after.isascii() and after.isdecimal() and len(after) <= 15):
@@ -218,12 +194,8 @@ def replay_app(log: Path) -> Starlette:
     """The page and a log, without a run."""
 
     async def events(request: Request) -> Response:
-        after, _ = asked(request)
-        return StreamingResponse(
-            iterate_in_threadpool(_whole(log, after)),
-            headers=STREAM_HEADERS,
-            media_type="text/event-stream",
-        )
+        after, _ = requested(request)
+        return EventStream(iterate_in_threadpool(_whole(log, after)))
 
     async def is_a_replay(_: Request) -> Response:
         return JSONResponse({"replay": True})

@@ -1,6 +1,7 @@
-"""The calls of the protocol, as a worker makes them: over HTTP, or directly on a coordinator in the same process.
+"""The clients of a coordinator: over HTTP, or in the same process.
 
-A call gives a message, or raises `Refused` (the coordinator's typed no) or `Unreachable` (nobody answered: try again later).
+A call gives a message, or raises `Refused` (the coordinator's typed no) or `Unreachable` (no
+answer: try again later).
 """
 
 from __future__ import annotations
@@ -9,23 +10,24 @@ import hashlib
 import os
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import httpx2
 from pydantic import ValidationError
 
 from blocktrain.errors import BlockTrainError, Unreachable
 from blocktrain.files import sync_folder
+from blocktrain.protocol import calls
+from blocktrain.protocol.calls import Call, Calls
 from blocktrain.protocol.ledger import LedgerPage
 from blocktrain.protocol.messages import (
-    DIGEST_HEADER,
     MAX_REPLY,
-    TICKET_HEADER,
     WORKER_HEADER,
     Blob,
     Heartbeat,
@@ -49,109 +51,101 @@ from blocktrain.protocol.stages import StageList, StageNotice
 from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import range_header, sha256
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R", bound=Message | None)
+M = TypeVar("M", bound=Message)
 FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8  # chunks of an upload on their way at a time
-BRISK_SECONDS = 2.0  # a chunk that takes longer is on a slow line
+BRISK_SECONDS = 2.0  # a chunk that takes longer is on a slow connection
 
 
-class Calls(Protocol):
-    """What a coordinator answers. `Coordinator` has these methods, and so has everything that stands for one."""
+class Client(ABC):
+    """The calls of protocol/calls.py, made through `_call`. Implements `Calls`."""
+
+    @abstractmethod
+    def _call(
+        self,
+        call: Call[R],
+        *arguments: int | str,
+        message: Message | None = None,
+        content: bytes = b"",
+    ) -> R:
+        """One call; its arguments are in the order of the table."""
+
+    @abstractmethod
+    def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
+        """Bytes from `start` on. The worker's id is for the byte counters."""
 
     def manifest(self) -> Manifest:
-        """GET /v1/run."""
+        return self._call(calls.MANIFEST)
 
     def join(self, message: Join) -> JoinReply:
-        """POST /v1/join."""
+        return self._call(calls.JOIN, message=message)
 
     def next_task(self, message: TaskRequest) -> TaskReply:
-        """POST /v1/tasks."""
+        return self._call(calls.NEXT_TASK, message=message)
 
     def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """POST /v1/heartbeat."""
+        return self._call(calls.HEARTBEAT, message=message)
 
     def upload_state(self, task: int, ticket: str) -> UploadState:
-        """GET /v1/uploads/{task}."""
+        return self._call(calls.UPLOAD_STATE, task, ticket)
 
     def put_chunk(
         self, task: int, index: int, ticket: str, content: bytes, digest: str
     ) -> UploadState:
-        """PUT /v1/uploads/{task}/{index}."""
+        return self._call(calls.PUT_CHUNK, task, index, ticket, digest, content=content)
 
     def submit(self, message: Submission) -> SubmitReply:
-        """POST /v1/updates."""
-
-    def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
-        """GET /v1/blobs/{sha256}, from byte `start` on; the worker's id is for the byte counters."""
+        return self._call(calls.SUBMIT, message=message)
 
     def status(self) -> Status:
-        """GET /v1/status."""
+        return self._call(calls.STATUS)
 
     def ledger(self, after: int = 0) -> LedgerPage:
-        """GET /v1/ledger."""
+        return self._call(calls.LEDGER, after)
 
     def kick(self, message: Kick) -> None:
-        """POST /v1/kick."""
+        return self._call(calls.KICK, message=message)
 
 
-class LocalClient:
-    """A coordinator in this process. Every message goes through its bytes, so that both clients see the same refusals."""
+class LocalClient(Client):
+    """A coordinator in this process.
+
+    Every message goes through its bytes, so that both clients see the same refusals.
+    """
 
     def __init__(self, coordinator: Calls) -> None:
         self._coordinator = coordinator
 
-    def manifest(self) -> Manifest:
-        """GET /v1/run."""
-        return _again(self._coordinator.manifest())
-
-    def join(self, message: Join) -> JoinReply:
-        """POST /v1/join."""
-        return _again(self._coordinator.join(_again(message)))
-
-    def next_task(self, message: TaskRequest) -> TaskReply:
-        """POST /v1/tasks."""
-        return _again(self._coordinator.next_task(_again(message)))
-
-    def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """POST /v1/heartbeat."""
-        return _again(self._coordinator.heartbeat(_again(message)))
-
-    def upload_state(self, task: int, ticket: str) -> UploadState:
-        """GET /v1/uploads/{task}."""
-        return _again(self._coordinator.upload_state(task, ticket))
-
-    def put_chunk(
-        self, task: int, index: int, ticket: str, content: bytes, digest: str
-    ) -> UploadState:
-        """PUT /v1/uploads/{task}/{index}."""
-        return _again(self._coordinator.put_chunk(task, index, ticket, content, digest))
-
-    def submit(self, message: Submission) -> SubmitReply:
-        """POST /v1/updates."""
-        return _again(self._coordinator.submit(_again(message)))
-
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
-        """GET /v1/blobs/{sha256}."""
         return self._coordinator.blob(name, start, worker)
 
-    def status(self) -> Status:
-        """GET /v1/status."""
-        return _again(self._coordinator.status())
+    def _call(
+        self,
+        call: Call[R],
+        *arguments: int | str,
+        message: Message | None = None,
+        content: bytes = b"",
+    ) -> R:
+        named: dict[str, object] = {
+            argument.name: value for argument, value in zip(call.arguments, arguments, strict=True)
+        }
+        if call.body == calls.BYTES:
+            named["content"] = content
+        if message is not None:
+            named["message"] = _copy(message)
+        reply = getattr(self._coordinator, call.name)(**named)
+        return reply if call.reply is None else _copy(reply)
 
-    def ledger(self, after: int = 0) -> LedgerPage:
-        """GET /v1/ledger."""
-        return _again(self._coordinator.ledger(after))
 
-    def kick(self, message: Kick) -> None:
-        """POST /v1/kick."""
-        self._coordinator.kick(_again(message))
-
-
-def _again(message: R) -> R:
+def _copy(message: M) -> M:
     return read(type(message), write(message), MAX_REPLY)
 
 
-class HttpClient:
-    """A coordinator somewhere else. Calls are safe to repeat, but only the caller knows how long that makes sense."""
+class HttpClient(Client):
+    """A coordinator somewhere else.
+
+    Calls are safe to repeat; how long that makes sense, the caller knows.
+    """
 
     def __init__(
         self, url: str, token: str = "", *, ca: Path | None = None, timeout: float = 30.0
@@ -165,113 +159,68 @@ class HttpClient:
             "Accept-Encoding": "identity",
             **({"Authorization": f"Bearer {token}"} if token else {}),
         }
-        verify = (
-            _trust(ca) if ca else self.url.startswith("https:")
-        )  # a fifth of a second to read whom to trust, where nobody is asked
-        # Shorter than the server's keep-alive: a connection must not be closed while a request is on its way.
+        # To read the trusted certificates takes a fifth of a second: only where they are needed.
+        verify = _trust(ca) if ca else self.url.startswith("https:")
+        # Shorter than the server's keep-alive, so that it never closes a connection in use.
         limits = httpx2.Limits(keepalive_expiry=20.0)
         self._http = httpx2.Client(
             base_url=self.url, headers=headers, timeout=timeout, verify=verify, limits=limits
         )
 
     def close(self) -> None:
-        """Let go of the connections."""
         self._http.close()
 
-    def manifest(self) -> Manifest:
-        """GET /v1/run."""
-        return self._get(Manifest, "/v1/run")
+    def announce_stage(self, notice: StageNotice) -> None:
+        return self._call(calls.ANNOUNCE_STAGE, message=notice)
 
-    def join(self, message: Join) -> JoinReply:
-        """POST /v1/join."""
-        return self._post(JoinReply, "/v1/join", message)
-
-    def next_task(self, message: TaskRequest) -> TaskReply:
-        """POST /v1/tasks."""
-        return self._post(TaskReply, "/v1/tasks", message)
-
-    def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """POST /v1/heartbeat."""
-        return self._post(HeartbeatReply, "/v1/heartbeat", message)
-
-    def upload_state(self, task: int, ticket: str) -> UploadState:
-        """GET /v1/uploads/{task}."""
-        return self._get(UploadState, f"/v1/uploads/{task}", {TICKET_HEADER: ticket})
-
-    def put_chunk(
-        self, task: int, index: int, ticket: str, content: bytes, digest: str
-    ) -> UploadState:
-        """PUT /v1/uploads/{task}/{index}."""
-        headers = {
-            TICKET_HEADER: ticket,
-            DIGEST_HEADER: digest,
-            "Content-Type": "application/octet-stream",
-        }
-        with _reaching(self.url):
-            return _message(
-                UploadState,
-                self._http.put(f"/v1/uploads/{task}/{index}", content=content, headers=headers),
-            )
-
-    def submit(self, message: Submission) -> SubmitReply:
-        """POST /v1/updates."""
-        return self._post(SubmitReply, "/v1/updates", message)
+    def stages(self) -> StageList:
+        return self._call(calls.STAGES)
 
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
-        """GET /v1/blobs/{sha256}, from byte `start` on."""
         headers = {
             **({"Range": range_header(start)} if start else {}),
             **({WORKER_HEADER: worker} if worker else {}),
         }
+        path = calls.BLOB.path.format(name=name)
         with (
             _reaching(self.url),
-            self._http.stream("GET", f"/v1/blobs/{name}", headers=headers) as response,
+            self._http.stream(calls.BLOB.method, path, headers=headers) as response,
         ):
             if response.status_code != (206 if start else 200):
                 response.read()
                 raise _refused(response)
-            yield from response.iter_raw()  # as it comes: what is collected into larger pieces is lost with the line
+            # Raw pieces: what is collected into larger ones is lost with the connection.
+            yield from response.iter_raw()
 
-    def status(self) -> Status:
-        """GET /v1/status."""
-        return self._get(Status, "/v1/status")
-
-    def ledger(self, after: int = 0) -> LedgerPage:
-        """GET /v1/ledger."""
-        return self._get(LedgerPage, f"/v1/ledger?after={after}")
-
-    def kick(self, message: Kick) -> None:
-        """POST /v1/kick."""
-        self._tell("/v1/kick", message)
-
-    def tell_stage(self, notice: StageNotice) -> None:
-        """POST /v1/stages."""
-        self._tell("/v1/stages", notice)
-
-    def stages(self) -> StageList:
-        """GET /v1/stages."""
-        return self._get(StageList, "/v1/stages")
-
-    def _tell(self, path: str, message: Message) -> None:
+    def _call(
+        self,
+        call: Call[R],
+        *arguments: int | str,
+        message: Message | None = None,
+        content: bytes = b"",
+    ) -> R:
+        places: dict[str, dict[str, str]] = {"path": {}, "query": {}, "header": {}}
+        for argument, value in zip(call.arguments, arguments, strict=True):
+            places[argument.place][argument.header or argument.name] = str(value)
+        headers = {**places["header"], **({"Content-Type": call.body} if call.body else {})}
         with _reaching(self.url):
-            response = self._http.post(
-                path, content=write(message), headers={"Content-Type": "application/json"}
+            response = self._http.request(
+                call.method,
+                call.path.format(**places["path"]),
+                params=places["query"] or None,
+                headers=headers,
+                content=(content if message is None else write(message)) if call.body else None,
             )
         if response.status_code >= 400:
             raise _refused(response)
-
-    def _get(self, kind: type[R], path: str, headers: dict[str, str] | None = None) -> R:
-        with _reaching(self.url):
-            return _message(kind, self._http.get(path, headers=headers))
-
-    def _post(self, kind: type[R], path: str, message: Message) -> R:
-        with _reaching(self.url):
-            return _message(
-                kind,
-                self._http.post(
-                    path, content=write(message), headers={"Content-Type": "application/json"}
-                ),
-            )
+        if call.reply is None:
+            return None  # type: ignore[return-value]
+        try:
+            return read(call.reply, response.content, MAX_REPLY)  # type: ignore[type-var]
+        except Refused as error:
+            raise Unreachable(
+                f"{response.url} does not speak this protocol ({error.detail})"
+            ) from None
 
 
 def _trust(ca: Path) -> ssl.SSLContext:
@@ -289,21 +238,13 @@ def _reaching(url: str) -> Iterator[None]:
         yield
     except httpx2.HTTPError as error:
         raise Unreachable(
-            f"no answer from {url} ({str(error) or type(error).__name__}); is the coordinator running?"
+            f"no answer from {url} ({str(error) or type(error).__name__});"
+            " is the coordinator running?"
         ) from None
 
 
-def _message(kind: type[R], response: httpx2.Response) -> R:
-    if response.status_code >= 400:
-        raise _refused(response)
-    try:
-        return read(kind, response.content, MAX_REPLY)
-    except Refused as error:
-        raise Unreachable(f"{response.url} does not speak this protocol ({error.detail})") from None
-
-
 def _refused(response: httpx2.Response) -> BlockTrainError:
-    """The coordinator's no; an error page of something in between counts as nobody at home."""
+    """The coordinator's refusal. A proxy's error page counts as no answer."""
     try:
         found = Refusal.model_validate_json(response.content)
     except ValidationError:
@@ -321,7 +262,7 @@ def fetch(
     worker: str = "",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
-    """A blob as a file, in `target` when it is whole and its hash is right; continues after an interruption where it ended."""
+    """A blob as a file: it is at `target` once its hash is right. Resumes an earlier transfer."""
     if target.exists() and target.stat().st_size == blob.length:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -332,7 +273,7 @@ def fetch(
         if out.tell() < blob.length:
             for piece in client.blob(blob.sha256, out.tell(), worker):
                 if out.tell() + len(piece) > blob.length:
-                    break  # more than was promised: the hash will say what it was
+                    break  # more than was announced: the hash will be wrong
                 out.write(piece)
                 progress(len(piece))
         out.flush()
@@ -344,7 +285,7 @@ def fetch(
     if found != blob.sha256:
         partial.unlink()
         raise Unreachable(
-            f"the blob {blob.sha256[:12]}... arrived with other bytes; it is fetched again"
+            f"blob {blob.sha256[:12]}... arrived with wrong bytes; it is fetched again"
         )
     partial.replace(target)
     sync_folder(target.parent)
@@ -358,7 +299,7 @@ def upload(
     chunks: list[bytes],
     sent: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """All chunks that the coordinator does not have yet, several at a time; after an interruption just call it again."""
+    """Send all chunks that the coordinator lacks, several at a time; call it again to resume."""
     have = set(client.upload_state(task, ticket).have)
     missing = deque(index for index in range(len(chunks)) if index not in have)
     for index in have.intersection(range(len(chunks))):
@@ -368,7 +309,7 @@ def upload(
         digest = sha256(chunks[index])
         try:
             client.put_chunk(task, index, ticket, chunks[index], digest)
-        except Unreachable:  # a line that was cut: over a new one this chunk alone is sent again
+        except Unreachable:  # the connection broke: send this chunk again over a new one
             client.put_chunk(task, index, ticket, chunks[index], digest)
         return len(chunks[index])
 
@@ -383,11 +324,14 @@ def upload(
                 sent(done.result())
                 room = next_room(room, took)
     finally:
-        pool.shutdown()  # those on their way arrive, or fail: they need not be sent again
+        pool.shutdown()  # chunks on their way arrive or fail
 
 
 def next_room(room: int, seconds: float) -> int:
-    """How many chunks may be on their way after one took so long: a long line is filled, a slow one not shared until they time out."""
+    """How many chunks may be on their way after one took so long.
+
+    More fill a line with a long round trip; fewer keep chunks on a slow line from timing out.
+    """
     return min(room + 1, MOST_IN_FLIGHT) if seconds <= BRISK_SECONDS else max(1, room - 1)
 
 

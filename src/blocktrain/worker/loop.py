@@ -16,10 +16,10 @@ from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_nonce
 from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.transfer import Plan, sha256
-from blocktrain.web.client import Calls
 from blocktrain.worker.retries import POLL_SECONDS, EventHandler, pause
 from blocktrain.worker.session import HeartbeatThread, UpdateUpload, WorkerSession
 from blocktrain.worker.state import BlockFolder, PendingUpdate, TrainingState, WorkerCache

@@ -10,11 +10,12 @@ from typing import TypeVar
 from blocktrain.clock import Clock
 from blocktrain.errors import BlockTrainError, Unreachable
 from blocktrain.protocol import messages as m
+from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_nonce, verify
 from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.tensors import Tensors
 from blocktrain.protocol.transfer import split
-from blocktrain.web.client import Calls, retry_later, upload
+from blocktrain.web.client import retry_later, upload
 from blocktrain.worker.retries import EventHandler, Retries
 from blocktrain.worker.state import PendingUpdate
 

@@ -23,15 +23,14 @@ from blocktrain.bench.network.hosts import Host, hosts
 from blocktrain.bench.network.namespaces import enter
 from blocktrain.bench.network.shaper import Link
 from blocktrain.config import Config
-from blocktrain.coordinator.calls import Coordinator, open_coordinator
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.server import Listen, running
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.processes import Channel, Job, run_jobs
 from blocktrain.runs.folder import load_model, read_json, write_json
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import pull
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.state import own_identity
@@ -106,7 +105,7 @@ def run_trial(
     return result
 
 
-def _composed(trial: Trial, coordinator: Coordinator, name: str) -> dict[str, float]:
+def _composed(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[str, float]:
     """Cross entropies of the run as anybody would fetch it now."""
     folder = trial.folder / name
     pull(LocalClient(coordinator), folder)
@@ -114,7 +113,7 @@ def _composed(trial: Trial, coordinator: Coordinator, name: str) -> dict[str, fl
     return evaluate(model, trial.source.open().valid[: trial.valid_bytes])
 
 
-def _train(trial: Trial, coordinator: Coordinator, told: Told) -> Result:
+def _train(trial: Trial, coordinator: WatchedCoordinator, told: Told) -> Result:
     sheets: dict[str, Result] = {}
     brake = Brake()
     curve = _Curve(coordinator, trial, told)
@@ -168,7 +167,7 @@ def _seat(trial: Trial, index: int, url: str, network: Sequence[Host]) -> Seat:
 class _Curve:
     """Where the run is, looked at from time to time: seconds, bytes moved, mean loss of the blocks."""
 
-    def __init__(self, coordinator: Coordinator, trial: Trial, told: Told) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, trial: Trial, told: Told) -> None:
         self.points: list[tuple[float, int, float]] = []
         self._coordinator, self._told, self._name = coordinator, told, trial.folder.name
         self._steps = trial.config.steps * trial.config.blocks

@@ -1,0 +1,283 @@
+"""The guarded HTTP front of coordinator and serving: limits, keys, body deadlines, errors.
+
+Nothing of a request's body is read before the request is allowed. A body has an exact length, a
+size limit and a deadline with a minimum rate. Header deadlines and slow readers are the server's
+business (web/server.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from blocktrain.errors import BlockTrainError, IdentityError
+from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.web import server
+from blocktrain.web.sse import EventStream
+
+MAX_SERVED = 256  # requests in progress
+MAX_MOVING = 1024  # requests whose bytes are being received or sent
+MAX_FROM_ONE = 64  # of both together, from one address
+LISTENERS = "listeners"  # stands for the addresses that read a stream of events
+LEAST_KEY = 16  # characters
+MOST_KEYS = 10_000
+HUNG_UP = 499  # the status that is counted when the client closed the connection
+
+Handler = Callable[[Request, Send], Awaitable[Response | None]]
+"""Gives the answer, or None if it has sent the answer itself."""
+Access = Literal["anyone", "member", "operator"]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Secrets that clients send as `Authorization: Bearer KEY`, kept as digests.
+
+    No keys: everyone is allowed.
+    """
+
+    digests: frozenset[bytes] = frozenset()
+
+    def allow(self, authorization: str) -> bool:
+        if not self.digests:
+            return True
+        kind, _, key = authorization.partition(" ")
+        digest = _digest(key.strip())
+        # All keys are compared, so that the time it takes tells nothing.
+        matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
+        return kind.lower() == "bearer" and matches > 0
+
+
+def keys_of(*secrets: str) -> Keys:
+    """Keys of the secrets that are not empty."""
+    return Keys(frozenset(_digest(secret) for secret in secrets if secret))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(path: Path) -> Keys:
+    """One key per line. Empty lines and lines that begin with # are skipped."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise IdentityError(f"cannot read the API keys in {path}: {reason}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not 1 <= len(keys) <= MOST_KEYS:
+        raise IdentityError(
+            f"{path} holds {len(keys)} API keys;"
+            f" put at least one there and at most {MOST_KEYS}, one a line"
+        )
+    for number, key in enumerate(keys, 1):
+        if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise IdentityError(
+                f"key {number} in {path} is not {LEAST_KEY} or more printable ASCII characters"
+                " without spaces"
+            )
+    return keys_of(*keys)
+
+
+def is_local_host(host: str) -> bool:
+    """Whether a Host header names this machine: localhost, or any address.
+
+    A web page that points its own domain name here (DNS rebinding) sends that name.
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    name = name.strip("[]").lower().rstrip(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
+
+
+@dataclass
+class Occupancy:
+    """Requests by address: those in progress, and those whose bytes are on their way.
+
+    A slow connection does not take the place of a request that could be answered.
+    """
+
+    served: Counter[str] = field(default_factory=Counter)
+    moving: Counter[str] = field(default_factory=Counter)
+
+    def enter(self, address: str) -> None:
+        if self.served.total() >= MAX_SERVED or self.moving.total() >= MAX_MOVING:
+            raise Refused(Code.BUSY)
+        if self.served[address] + self.moving[address] >= MAX_FROM_ONE:
+            raise Refused(Code.TOO_MANY_REQUESTS)
+        self.served[address] += 1
+
+    def leave(self, address: str) -> None:
+        _decrement(self.served, address)
+
+    @contextmanager
+    def transfer(self, address: str, *, listening: bool = False) -> Iterator[None]:
+        """While the bytes of a request that entered are received or sent.
+
+        A page listens for hours, so it does not count for its address.
+        """
+        name = LISTENERS if listening else address
+        _decrement(self.served, address)
+        self.moving[name] += 1
+        try:
+            yield
+        finally:
+            _decrement(self.moving, name)
+            self.served[address] += 1
+
+    @contextmanager
+    def request(self, address: str) -> Iterator[None]:
+        self.enter(address)
+        try:
+            yield
+        finally:
+            self.leave(address)
+
+
+def _decrement(counter: Counter[str], address: str) -> None:
+    counter[address] -= 1
+    if not counter[address]:
+        del counter[address]
+
+
+class Front(ABC):
+    """The routes of one server behind its guard.
+
+    With `whole`, a request counts from its headers to the end of its answer. Otherwise only
+    while its body is received: the answers of serving have a queue of their own.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
+        self.occupancy = Occupancy()
+        self.whole = whole
+
+    @abstractmethod
+    def check(self, request: Request, access: Access) -> None:
+        """Refuse a request that is not allowed, by its headers alone."""
+
+    @abstractmethod
+    def refuse(self, error: BlockTrainError, request: Request) -> Response:
+        """An error as this server's clients know it."""
+
+    @abstractmethod
+    def count(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Called once for every answer."""
+
+    def route(self, methods: str, path: str, handler: Handler, access: Access = "member") -> Route:
+        return Route(path, _Guarded(self, handler, access, path), methods=methods.split())
+
+    async def read_body(self, request: Request, limit: int) -> bytes:
+        """Exactly the announced bytes, within the limit and in time."""
+        length = announced_length(request, limit)
+        address = address_of(request)
+        room = self.occupancy.transfer if self.whole else self.occupancy.request
+        parts: list[bytes] = []
+        with room(address):
+            try:
+                async with asyncio.timeout(server.body_seconds(length)):
+                    async for part in request.stream():
+                        parts.append(part)
+            except TimeoutError:
+                raise Refused(
+                    Code.TOO_SLOW, f"{sum(map(len, parts))} of {length} bytes came in time"
+                ) from None
+        content = b"".join(parts)
+        if len(content) != length:
+            raise Refused(Code.MALFORMED, f"{len(content)} bytes instead of {length}")
+        return content
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A handler as an ASGI app."""
+
+    front: Front
+    handler: Handler
+    access: Access
+    path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front, request, began = self.front, Request(scope, receive), time.monotonic()
+        address = address_of(request)
+
+        def count(status: int) -> None:
+            front.count(request.method, self.path, status, time.monotonic() - began)
+
+        try:
+            front.check(request, self.access)
+            if front.whole:
+                front.occupancy.enter(address)
+        except BlockTrainError as error:
+            refusal = front.refuse(error, request)
+            count(refusal.status_code)
+            await refusal(scope, receive, send)
+            return
+        try:
+            response, status = await self._answer(request, send, count)
+            count(status)
+            if response is None:
+                return
+            if not front.whole:
+                await response(scope, receive, send)
+                return
+            listening = isinstance(response, EventStream)
+            with front.occupancy.transfer(address, listening=listening):
+                await response(scope, receive, send)
+        finally:
+            if front.whole:
+                front.occupancy.leave(address)
+
+    async def _answer(
+        self, request: Request, send: Send, count: Callable[[int], None]
+    ) -> tuple[Response | None, int]:
+        try:
+            response = await self.handler(request, send)
+        except BlockTrainError as error:
+            response = self.front.refuse(error, request)
+        except ClientDisconnect:
+            return None, HUNG_UP
+        except Exception:  # a bug: Starlette answers 500
+            count(500)
+            raise
+        return response, 200 if response is None else response.status_code
+
+
+def address_of(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+def announced_length(request: Request, limit: int) -> int:
+    """The length of a body that may be read."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refused(Code.WRONG_ENCODING)
+    announced = request.headers.get("content-length")
+    if announced is None:
+        raise Refused(Code.LENGTH_REQUIRED)
+    length = number(announced, "Content-Length")
+    if length > limit:
+        raise Refused(Code.TOO_LARGE, f"a body of {length} bytes, {limit} are allowed")
+    return length
+
+
+def number(text: str, name: str) -> int:
+    """A decimal number in a path, a query or a header."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise Refused(Code.MALFORMED, f"{name} is a number")
+    return int(text)
