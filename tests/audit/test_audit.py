@@ -1,4 +1,4 @@
-"""The audit: an honest run passes, also when it is trained again; every planted fault is found and named."""
+"""The audit: an honest run passes, also trained again; every planted fault is found and named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 
 from blocktrain.audit import recompute
 from blocktrain.audit.audit import audit
-from blocktrain.audit.evidence import Folder, Record, Remote, Source, facts
+from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, facts, open_folder
 from blocktrain.coordinator.merge import Before, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Corpus
@@ -28,7 +28,10 @@ from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.messages import Blob, Manifest, Submission
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256
+from blocktrain.runs.folder import create_run
+from blocktrain.runs.local import train_blocks
 from blocktrain.runs.prepare import prepare
+from blocktrain.runs.results import Plan
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
 from support.manual_worker import CONFIG, IDENTITIES, play
@@ -77,7 +80,9 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
 ) -> None:
     run = runs[outer]
     seen: list[tuple[str, int, int]] = []
-    found = audit(Folder(run.live.store.blobs.folder), progress=lambda *step: seen.append(step))
+    found = audit(
+        open_folder(run.live.store.blobs.folder), progress=lambda *step: seen.append(step)
+    )
     assert found.findings == () and found.ok
     assert (found.updates, found.versions, found.pending, found.dropped, found.retrained) == (
         9,
@@ -91,7 +96,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
         found.contributions == run.live.store.contributions()
         and sum(n for n, _ in found.contributions.values()) == 8
     )
-    through = audit(Remote(LocalClient(run), tmp_path))
+    through = audit(RemoteSource(LocalClient(run), tmp_path))
     assert through == found, "also without the payload that still waits, which nobody may read yet"
     told = json.loads(json.dumps(found.as_dict()))
     assert told["ok"] and told["head"] == run.manifest().head and len(told["contributions"]) == 3
@@ -102,9 +107,18 @@ def test_honest_run_trains_again_to_the_same_bytes(
     runs: dict[str, WatchedCoordinator], outer: str
 ) -> None:
     torch.set_num_threads(2)
-    found = audit(Folder(runs[outer].live.store.blobs.folder), retrain=True)
+    found = audit(open_folder(runs[outer].live.store.blobs.folder), retrain=True)
     assert found.findings == () and found.retrained == found.updates == 9
     assert torch.get_num_threads() == 2
+
+
+def test_a_folder_of_train_is_audited(tmp_path: Path, corpus_folder: Path) -> None:
+    run = create_run(tmp_path / "run", CONFIG, str(corpus_folder))
+    train_blocks(
+        Plan(run, CONFIG, CorpusSource(str(corpus_folder), None, tmp_path)), lambda *_: None
+    )
+    found = audit(open_folder(run.folder), retrain=True)
+    assert found.ok and found.versions == found.retrained == CONFIG.blocks
 
 
 def test_a_closed_folder_stays_as_it_is(copy: Path) -> None:
@@ -112,21 +126,21 @@ def test_a_closed_folder_stays_as_it_is(copy: Path) -> None:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()
     before = sorted(path.relative_to(copy) for path in copy.rglob("*"))
-    assert not (copy / "run.sqlite-wal").exists() and audit(Folder(copy)).ok
+    assert not (copy / "run.sqlite-wal").exists() and audit(open_folder(copy)).ok
     assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
     with pytest.raises(RunError, match="holds no run"):
-        audit(Folder(copy / "blobs"))
+        audit(open_folder(copy / "blobs"))
 
 
 @dataclass
 class Forged:
-    """A ledger that was rewritten by somebody who can link it again, over the blobs of an honest run."""
+    """A rewritten ledger with a valid chain, over the blobs of an honest run."""
 
-    folder: Folder
+    folder: EvidenceSource
     told: list[tuple[str, Body]]
     whole: ClassVar[bool] = True
 
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         entries: list[ledger.LedgerEntry] = []
         for seq, (kind, value) in enumerate(self.told, start=1):
             previous, body = (
@@ -137,14 +151,14 @@ class Forged:
             entries.append(
                 ledger.LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest)  # type: ignore[arg-type]
             )
-        return Record(tuple(entries))
+        return RunRecord(tuple(entries))
 
     def blob(self, blob: Blob) -> bytes:
         return self.folder.blob(blob)
 
 
 def forge(folder: Path, *changes: Change) -> Forged:
-    source = Folder(folder)
+    source = open_folder(folder)
     told: list[tuple[str, Body]] = [
         (entry.kind, json.loads(entry.body)) for entry in source.record().entries
     ]
@@ -153,7 +167,7 @@ def forge(folder: Path, *changes: Change) -> Forged:
     return Forged(source, told)
 
 
-def names(source: Source, *, retrain: bool = False) -> set[str]:
+def names(source: EvidenceSource, *, retrain: bool = False) -> set[str]:
     found = audit(source, retrain=retrain)
     assert found.ok == (not found.findings)
     return {finding.name for finding in found.findings}
@@ -393,14 +407,14 @@ def test_a_ledger_that_was_not_linked_again_is_found_by_its_chain(copy: Path) ->
             "UPDATE ledger SET body = replace(body, 'the beginning', 'a beginning') WHERE seq = 2"
         )
     db.close()
-    found = audit(Folder(copy))
+    found = audit(open_folder(copy))
     assert [(f.name, f.entry) for f in found.findings] == [("chain", 2)] and found.entries > 30
     with sqlite3.connect(copy / "run.sqlite") as db:
         db.execute("DROP TRIGGER ledger_no_delete")
         db.execute("DELETE FROM ledger WHERE kind = 'start'")
         db.execute("UPDATE updates SET tokens = tokens + 1")
     db.close()
-    assert [(f.name, f.entry) for f in audit(Folder(copy)).findings] == [
+    assert [(f.name, f.entry) for f in audit(open_folder(copy)).findings] == [
         ("chain", 2),
         ("chain", 4),
         ("contributions", 0),
@@ -422,13 +436,13 @@ def test_damaged_and_missing_blobs_are_found(copy: Path) -> None:
     for number in (0, 8):  # merged; still waiting
         flip(stored(copy, nth(told, "update", number)["payload"]))
     stored(copy, nth(told, "version", 3)["weights"]["sha256"]).unlink()
-    found = audit(Folder(copy)).findings
+    found = audit(open_folder(copy)).findings
     assert [f.name for f in found] == ["payload", "blob", "payload"]
     assert "does not hold" in found[0].sentence and "cannot be read" in found[1].sentence
 
 
 def test_a_body_has_one_spelling(folder: Path) -> None:
-    entry = Folder(folder).record().entries[4]
+    entry = open_folder(folder).record().entries[4]
     assert facts(ledger.JoinFacts, entry).worker == IDENTITIES["a"].worker
     for body in (
         entry.body.replace(",", ", ", 1),
@@ -502,8 +516,8 @@ def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(
         def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
             yield from (piece + b"more" for piece in super().blob(name, start, worker))
 
-    assert names(Remote(TwoFaced(runs["average"]), tmp_path)) == {"manifest", "blob"}
-    strange = audit(Remote(TwoFaced(runs["nesterov"]), tmp_path)).findings
+    assert names(RemoteSource(TwoFaced(runs["average"]), tmp_path)) == {"manifest", "blob"}
+    strange = audit(RemoteSource(TwoFaced(runs["nesterov"]), tmp_path)).findings
     assert [f.sentence for f in strange if "signed by" in f.sentence]
 
 

@@ -24,7 +24,7 @@ import httpx2
 import pytest
 
 from blocktrain.audit.audit import audit
-from blocktrain.audit.evidence import Folder
+from blocktrain.audit.evidence import open_folder
 from blocktrain.cli.run import audit as audit_command
 from blocktrain.cli.run import pull
 from blocktrain.cli.train import evaluate
@@ -390,7 +390,7 @@ def test_a_full_disk_ends_the_process_and_loses_nothing(
     worker.client = HttpClient(url, timeout=PATIENCE)
     assert worker.send(as_task(worker.join().next)).receipt.accepted
     assert process.end(signal.SIGINT) == 0, process.errors()
-    assert audit(Folder(folder)).ok
+    assert audit(open_folder(folder)).ok
 
 
 # Starting

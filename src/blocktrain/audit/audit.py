@@ -1,7 +1,7 @@
 """Recomputes a run from its public record: every link, signature, lease, share and version.
 
-Nothing of what made the record is used here (`merge`, `rounds`, `store`, the coordinator): the rules are written again, shorter.
-What is not as it should be becomes a finding; one finding does not end the audit.
+The coordinator's code (`merge`, `rounds`) is not used here: the rules are written again, shorter.
+Whatever is wrong becomes a finding; one finding does not end the audit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from blocktrain.audit.evidence import (
-    Begun,
-    Closed,
+    EvidenceSource,
     Finding,
-    Judged,
-    Made,
     Name,
     Progress,
-    Record,
-    Source,
+    RoundBody,
+    RunBody,
+    RunRecord,
     Totals,
+    UpdateBody,
+    VersionBody,
     checked,
     facts,
 )
@@ -37,12 +37,12 @@ from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
-Part = tuple[ledger.Part, Judged]
+Part = tuple[ledger.Part, UpdateBody]
 
 
 @dataclass(frozen=True)
-class _Link:
-    """A version as far as the next one is held against it."""
+class _Published:
+    """What the next version of a block is checked against."""
 
     weights: Blob
     momentum: Blob | None = None
@@ -52,7 +52,7 @@ class _Link:
 
 @dataclass(frozen=True)
 class Audit:
-    """What was looked at, and what was found."""
+    """What was checked, and what was found."""
 
     run: str
     head: str  # hash of the newest entry: two audits with the same one looked at the same ledger
@@ -67,11 +67,9 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Nothing was found."""
         return not self.findings
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         totals = {
             worker: {"updates": count, "tokens": tokens}
             for worker, (count, tokens) in sorted(self.contributions.items())
@@ -84,48 +82,53 @@ class Audit:
         }
 
 
-def audit(source: Source, *, retrain: bool = False, progress: Progress = lambda *_: None) -> Audit:
-    """Check a run; with `retrain` also train every update again, which takes about as long as all its workers together took."""
+def audit(
+    source: EvidenceSource, *, retrain: bool = False, progress: Progress = lambda *_: None
+) -> Audit:
+    """Check a run; with `retrain` also train every update again.
+
+    Training takes about as long as all workers took together.
+    """
     record = source.record()
-    check = Check(source)
+    auditor = Auditor(source)
     for number, entry in enumerate(record.entries, start=1):
-        check.follow(entry)
+        auditor.follow(entry)
         progress("entries", number, len(record.entries))
-    check.finish(record)
+    auditor.finish(record)
     retrained, differences = 0, list[Finding]()
-    if retrain and check.run is not None:
+    if retrain and auditor.run is not None:
         from blocktrain.audit import replay  # torch, only where it is needed
 
-        updates = list(check.updates.values())
+        updates = list(auditor.updates.values())
         retrained, differences = replay.retrain(
-            check.run, check.joins, updates, lambda blob: checked(source, blob), progress
+            auditor.run, auditor.joins, updates, lambda blob: checked(source, blob), progress
         )
     return Audit(
-        run=check.run.run if check.run else "",
+        run=auditor.run.run if auditor.run else "",
         head=record.entries[-1].hash if record.entries else ledger.BEGINNING,
         entries=len(record.entries),
-        updates=len(check.updates),
-        versions=sum(len(chain) - 1 for chain in check.chains.values()),
-        pending=check.pending,
-        dropped=check.dropped,
+        updates=len(auditor.updates),
+        versions=sum(len(chain) - 1 for chain in auditor.chains.values()),
+        pending=auditor.pending,
+        dropped=auditor.dropped,
         retrained=retrained,
-        contributions=check.totals,
-        findings=(*check.findings, *differences),
+        contributions=auditor.totals,
+        findings=(*auditor.findings, *differences),
     )
 
 
 @dataclass
-class Check:
-    """Follows the ledger entry by entry and remembers what later ones are held against."""
+class Auditor:
+    """Reads the ledger entry by entry and remembers what later ones are checked against."""
 
-    source: Source
+    source: EvidenceSource
     findings: list[Finding] = field(default_factory=list)
-    run: Begun | None = None
+    run: RunBody | None = None
     config: Config | None = None
     last: ledger.LedgerEntry | None = None
     joins: dict[str, ledger.JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, ledger.LeaseFacts] = field(default_factory=dict)  # by task
-    updates: dict[str, tuple[int, Judged]] = field(
+    updates: dict[str, tuple[int, UpdateBody]] = field(
         default_factory=dict
     )  # accepted, by id, with the number of the entry
     answered: dict[int, str] = field(default_factory=dict)  # update by task
@@ -135,39 +138,39 @@ class Check:
     dropped: int = 0
     pending: int = 0
     kicked: set[str] = field(default_factory=set)
-    chains: dict[int, list[_Link]] = field(default_factory=dict)  # by block, from version 0
+    chains: dict[int, list[_Published]] = field(default_factory=dict)  # by block, from version 0
     closed: dict[int, int] = field(
         default_factory=dict
     )  # by block: the entry of its newest version
     totals: Totals = field(default_factory=dict)
 
-    def find(self, name: Name, entry: int, sentence: str) -> None:
-        """One more finding."""
+    def report(self, name: Name, entry: int, sentence: str) -> None:
         self.findings.append(Finding(name, entry, sentence))
 
     def follow(self, entry: ledger.LedgerEntry) -> None:
-        """Check one entry against all before it."""
+        """Auditor one entry against all before it."""
         seq, previous = (self.last.seq + 1, self.last.hash) if self.last else (1, ledger.BEGINNING)
         found = ledger.entry_hash(entry.seq, entry.kind, entry.body, entry.previous)
         if (entry.seq, entry.previous, entry.hash) != (seq, previous, found):
-            self.find("chain", seq, f"entry {seq} was changed, or one before it is missing")
+            self.report("chain", seq, f"entry {seq} was changed, or one before it is missing")
         if (entry.seq == 1) != (entry.kind == "run"):
-            self.find(
+            self.report(
                 "run",
                 entry.seq,
-                f"entry {entry.seq} is of the kind {entry.kind}; the run's own entry is the first, and only that",
+                f"entry {entry.seq} is of the kind {entry.kind}; the first entry, and only that, "
+                "is the run's own",
             )
         self.last = entry
         try:
             self._read(entry)
         except Refused as error:
-            self.find(
+            self.report(
                 "malformed",
                 entry.seq,
                 f"entry {entry.seq} ({entry.kind}) or what it names cannot be read: {error}",
             )
         except Damaged as error:
-            self.find(
+            self.report(
                 "blob", entry.seq, f"entry {entry.seq} ({entry.kind}) cannot be checked: {error}"
             )
 
@@ -179,15 +182,17 @@ class Check:
                 join = facts(ledger.JoinFacts, entry)
                 self.joins[join.worker] = join
                 if worker_id(join.public_key) != join.worker:
-                    self.find("join", entry.seq, f"worker {join.worker} is not the name of its key")
+                    self.report(
+                        "join", entry.seq, f"worker {join.worker} is not the name of its key"
+                    )
             case "lease":
                 self._lease(entry, facts(ledger.LeaseFacts, entry))
             case "update":
-                self._update(entry, facts(Judged, entry))
+                self._update(entry, facts(UpdateBody, entry))
             case "version":
-                self._version(entry, facts(Made, entry))
+                self._version(entry, facts(VersionBody, entry))
             case "round":
-                closed = facts(Closed, entry)
+                closed = facts(RoundBody, entry)
                 self._settle(entry, closed.block, (), closed.dropped)
             case "start":
                 facts(ledger.StartFacts, entry)
@@ -199,30 +204,30 @@ class Check:
                 facts(ledger.FinishFacts, entry)
 
     def _run(self, entry: ledger.LedgerEntry) -> None:
-        run = facts(Begun, entry)
+        run = facts(RunBody, entry)
         self.run = run
-        self.chains = {b.block: [_Link(b.weights)] for b in run.blocks if b.version == 0}
+        self.chains = {b.block: [_Published(b.weights)] for b in run.blocks if b.version == 0}
         try:
             self.config = make_config(dict(run.config))
             if self.config.fingerprint != run.fingerprint or sorted(self.chains) != list(
                 range(1, self.config.blocks + 1)
             ):
-                self.find(
+                self.report(
                     "run", entry.seq, "the fingerprint or the blocks are not those of the settings"
                 )
         except ConfigError as error:
-            self.find("run", entry.seq, f"the settings make no sense: {error}")
+            self.report("run", entry.seq, f"the settings make no sense: {error}")
 
     def _lease(self, entry: ledger.LedgerEntry, lease: ledger.LeaseFacts) -> None:
         task, before = lease.order.task, self.newest.get(lease.order.task)
         if before is not None and lease.fence <= before.fence and lease != before:
-            self.find(
+            self.report(
                 "fence",
                 entry.seq,
                 f"task {task} was leased with fence {lease.fence} after {before.fence}",
             )
         if self.config is not None and lease.order.seed != self.config.seed:
-            self.find("lease", entry.seq, f"task {task} has another seed than the run")
+            self.report("lease", entry.seq, f"task {task} has another seed than the run")
         for pin in (
             BlockVersion(
                 block=lease.order.block, version=lease.order.base, weights=lease.order.weights
@@ -231,14 +236,15 @@ class Check:
         ):
             chain = self.chains.get(pin.block, [])
             if pin.version >= len(chain) or chain[pin.version].weights != pin.weights:
-                self.find(
+                self.report(
                     "lease",
                     entry.seq,
-                    f"task {task} names version {pin.version} of block {pin.block}, which is not published so",
+                    f"task {task} names version {pin.version} of block {pin.block}, "
+                    "but other weights were published",
                 )
         self.newest[task] = lease
 
-    def _update(self, entry: ledger.LedgerEntry, update: Judged) -> None:
+    def _update(self, entry: ledger.LedgerEntry, update: UpdateBody) -> None:
         s, o, seq, name = (
             update.submission,
             update.order,
@@ -247,11 +253,11 @@ class Check:
         )
         try:
             if s.worker not in self.joins or s.worker in self.kicked:
-                self.find("join", seq, f"{name}: this worker never joined, or was removed before")
+                self.report("join", seq, f"{name}: this worker never joined, or was removed before")
             else:
                 verify(s, self.joins[s.worker].public_key)
         except Refused:
-            self.find(
+            self.report(
                 "signature", seq, f"{name} was not signed by that worker, or was changed since"
             )
         tokens = s.steps * self.config.batch * self.config.context if self.config else s.tokens
@@ -264,7 +270,7 @@ class Check:
         ) and s.steps <= o.steps
         expected = hashlib.sha256(f"{s.task}:{s.payload_sha256}".encode()).hexdigest()
         if not same or update.id != expected or (self.run is not None and s.run != self.run.run):
-            self.find(
+            self.report(
                 "update",
                 seq,
                 f"{name}: its id, its submission and its order do not belong together",
@@ -275,33 +281,36 @@ class Check:
             or (lease.fence == s.fence and (lease.worker, lease.order) != (s.worker, o))
             or s.fence > lease.fence
         ):
-            self.find(
+            self.report(
                 "lease", seq, f"{name} answers task {s.task}, which was not given so to that worker"
             )
         elif lease.fence != s.fence:
-            self.find(
+            self.report(
                 "fence",
                 seq,
-                f"{name} came with fence {s.fence} of task {s.task}, which was given again with {lease.fence}",
+                f"{name} came with fence {s.fence} of task {s.task}, "
+                f"which was leased again with {lease.fence}",
             )
         if not update.accepted:
             return
         if s.task in self.answered:
-            self.find("twice", seq, f"{name} is the second accepted answer to task {s.task}")
+            self.report("twice", seq, f"{name} is the second accepted answer to task {s.task}")
         self._staleness(seq, update, name)
         self.answered[s.task] = update.id
         self.updates[update.id] = seq, update
 
     def _rule(self, name: str) -> float | None:
-        """A number that the run is coordinated by; None if it does not tell."""
+        """A number of the run's policy; None if the run does not state it."""
         found = None if self.run is None else self.run.policy.get(name)
         return found if isinstance(found, int | float) else None
 
-    def _staleness(self, seq: int, update: Judged, name: str) -> None:
-        """decay ** staleness, but 1 for staleness 1; a run that does not tell its decay is checked in part."""
+    def _staleness(self, seq: int, update: UpdateBody, name: str) -> None:
+        """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
         behind = len(self.chains.get(update.order.block, [])) - 1 - update.order.base
         if update.staleness != behind:
-            self.find("weight", seq, f"{name} is {behind} versions behind, not {update.staleness}")
+            self.report(
+                "weight", seq, f"{name} is {behind} versions behind, not {update.staleness}"
+            )
         decay = self._rule("decay")
         weight = (
             1.0
@@ -311,23 +320,24 @@ class Check:
             else min(decay, 1.0) ** update.staleness
         )
         if update.weight != weight:
-            self.find(
+            self.report(
                 "weight",
                 seq,
-                f"{name} is {update.staleness} versions behind and counts with {update.weight}, not {weight}",
+                f"{name} is {update.staleness} versions behind and counts with {update.weight}, "
+                f"not {weight}",
             )
 
-    def _version(self, entry: ledger.LedgerEntry, made: Made) -> None:
+    def _version(self, entry: ledger.LedgerEntry, made: VersionBody) -> None:
         chain, name = (
             self.chains.setdefault(made.block, []),
             f"version {made.version} of block {made.block}",
         )
         if made.version == 0 and len(chain) == 1:
             if made.weights != chain[0].weights or made.parent is not None or made.parts:
-                self.find("sequence", entry.seq, f"{name} is not the one that the run began with")
+                self.report("sequence", entry.seq, f"{name} is not the one that the run began with")
             return
         if not chain or made.version != len(chain) or made.parent != chain[-1].weights.sha256:
-            self.find("sequence", entry.seq, f"{name} does not follow version {len(chain) - 1}")
+            self.report("sequence", entry.seq, f"{name} does not follow version {len(chain) - 1}")
         self.closed[made.block] = entry.seq
         parts = self._settle(entry, made.block, made.parts, made.dropped)
         for _, update in parts:
@@ -338,7 +348,7 @@ class Check:
                 self._shares(entry, made, parts, name)
                 self._weights(entry, made, parts, name)
         finally:
-            chain.append(_Link(made.weights, made.momentum, made.tokens, made.norms))
+            chain.append(_Published(made.weights, made.momentum, made.tokens, made.norms))
 
     def _settle(
         self,
@@ -347,18 +357,22 @@ class Check:
         parts: Sequence[ledger.Part],
         dropped: Mapping[str, str],
     ) -> list[Part]:
-        """Every update is named once, after it was accepted, in its own block; gives the parts for which this is so."""
+        """Every update is named once, after it was accepted, in its own block.
+
+        Returns the parts for which this holds.
+        """
         found = []
         for name, part in [*((p.update, p) for p in parts), *((name, None) for name in dropped)]:
             seq, update = self.updates.get(name, (0, None))
             if update is None or update.order.block != block:
-                self.find(
+                self.report(
                     "unexpected",
                     entry.seq,
-                    f"entry {entry.seq} uses update {name}, which is no accepted update of block {block}",
+                    f"entry {entry.seq} uses update {name}, "
+                    f"which is not an accepted update of block {block}",
                 )
             elif name in self.settled:
-                self.find(
+                self.report(
                     "doubled",
                     entry.seq,
                     f"entry {entry.seq} uses update {name} again, after entry {self.settled[name]}",
@@ -372,12 +386,12 @@ class Check:
                     self._payload(seq, update)
         return found
 
-    def _payload(self, seq: int, update: Judged) -> bytes | None:
+    def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
         s = update.submission
         try:
             return checked(self.source, Blob(sha256=s.payload_sha256, length=s.payload_length))
         except Damaged as error:
-            self.find(
+            self.report(
                 "payload",
                 seq,
                 f"the payload of update {update.id[:12]}... is not what was signed: {error}",
@@ -385,36 +399,37 @@ class Check:
             return None
 
     def _shares(
-        self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str
+        self, entry: ledger.LedgerEntry, made: VersionBody, parts: Sequence[Part], name: str
     ) -> None:
         total = math.fsum(update.tokens * update.weight for _, update in parts)
         for part, update in parts:
             if not total or not math.isclose(
                 part.share, update.tokens * update.weight / total, rel_tol=1e-12
             ):
-                self.find(
+                self.report(
                     "share",
                     entry.seq,
-                    f"update {part.update[:12]}... has the share {part.share} in {name}; its tokens give another",
+                    f"update {part.update[:12]}... has the share {part.share} in {name}; "
+                    "its tokens give another",
                 )
         if [p.update for p in made.parts] != sorted(p.update for p in made.parts):
-            self.find(
+            self.report(
                 "share", entry.seq, f"{name} does not add its updates in the order of their ids"
             )
         tokens = self.chains[made.block][-1].tokens + sum(update.tokens for _, update in parts)
         if made.tokens != tokens or sorted(made.applied) != sorted(p.update for p in made.parts):
-            self.find(
+            self.report(
                 "contributions",
                 entry.seq,
                 f"{name} counts other tokens or updates than its parts have",
             )
         if parts and made.features not in [update.order.features for _, update in parts]:
-            self.find(
+            self.report(
                 "update", entry.seq, f"{name} names other features than its updates were trained on"
             )
 
     def _weights(
-        self, entry: ledger.LedgerEntry, made: Made, parts: Sequence[Part], name: str
+        self, entry: ledger.LedgerEntry, made: VersionBody, parts: Sequence[Part], name: str
     ) -> None:
         before = self.chains[made.block][-1]
         current = tensors.unpack(checked(self.source, before.weights))
@@ -432,7 +447,7 @@ class Check:
             mean = add(mean, part.share, proposed)
             norms.append(norm)
         if mean is None:
-            self.find("weights", entry.seq, f"{name} is made of no update")
+            self.report("weights", entry.seq, f"{name} is made of no update")
             return
         held = (
             None
@@ -441,11 +456,11 @@ class Check:
         )
         weights, momentum = next_weights(current, mean, held, made)
         if weights != made.weights:
-            self.find(
+            self.report(
                 "weights", entry.seq, f"{name} recomputes to other weights than were published"
             )
         if momentum != made.momentum:
-            self.find(
+            self.report(
                 "momentum",
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
@@ -455,9 +470,12 @@ class Check:
             checked(self.source, blob)
 
     def _rules(
-        self, entry: ledger.LedgerEntry, made: Made, norms: Sequence[float], name: str
+        self, entry: ledger.LedgerEntry, made: VersionBody, norms: Sequence[float], name: str
     ) -> None:
-        """Outer step and clip are those of the run, as far as it tells; the lengths that the clip goes by are those of the updates."""
+        """Outer step and clip follow the run's rules, as far as the run states them.
+
+        The norms that the clip uses must be those of the updates.
+        """
         known, scales = self.chains[made.block][-1].norms, [part.scale for part in made.parts]
         lengths = [*known, *(norm * scale for norm, scale in zip(norms, scales, strict=True))][
             -len(made.norms) :
@@ -468,47 +486,48 @@ class Check:
         if (after := self._rule("clip_after")) is not None:
             clipped = [clip_scale(norm, known, self._rule("clip"), after) for norm in norms]
             same = same and np.allclose(clipped, scales, rtol=1e-9, atol=0)
-        told = self.run.policy if self.run else {}
+        policy = self.run.policy if self.run else {}
         same = same and all(
-            told.get(rule, getattr(made, rule)) == getattr(made, rule) for rule in OUTER
+            policy.get(rule, getattr(made, rule)) == getattr(made, rule) for rule in OUTER
         )
         if not same:
-            self.find(
+            self.report(
                 "rule",
                 entry.seq,
                 f"{name} was clipped, or its outer step made, otherwise than the run's rules say",
             )
 
-    def finish(self, record: Record) -> None:
-        """What can only be said at the end."""
+    def finish(self, record: RunRecord) -> None:
+        """The checks that need the whole ledger."""
         if self.run is None:
-            self.find("run", 0, "the ledger does not begin with a run")
+            self.report("run", 0, "the ledger does not begin with a run")
         for name, (seq, update) in self.updates.items():
             if name not in self.settled:
                 lost = seq < self.closed.get(update.order.block, 0)
                 self.pending += not lost
                 if lost:
-                    self.find(
+                    self.report(
                         "lost",
                         seq,
-                        f"update {name} was accepted, and block {update.order.block} went on without it",
+                        f"update {name} was accepted, but block {update.order.block} "
+                        "went on without it",
                     )
                 if self.source.whole:
                     self._payload(seq, update)
         if record.totals is not None and record.totals != self.totals:
-            self.find(
+            self.report(
                 "contributions", 0, "the coordinator counts other contributions than the ledger"
             )
         if (manifest := record.manifest) is not None and self.run is not None:
             try:
                 verify(manifest, self.run.coordinator)
             except Refused:
-                self.find("manifest", 0, "the manifest is not signed by the run's coordinator")
+                self.report("manifest", 0, "the manifest is not signed by the run's coordinator")
             if (
                 manifest.number > len(record.entries)
                 or record.entries[manifest.number - 1].hash != manifest.head
             ):
-                self.find(
+                self.report(
                     "manifest",
                     manifest.number,
                     "the ledger is not the one that the coordinator has signed",

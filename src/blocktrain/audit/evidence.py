@@ -1,4 +1,4 @@
-"""What an audit looks at: the ledger and the blobs of a run, from a coordinator's folder or through its public calls. Only reads."""
+"""What an audit reads: the ledger and the blobs of a run, from its folder or through its calls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ Progress = Callable[[str, int, int], None]
 M = TypeVar("M", bound=Message)
 
 
-class Judged(ledger.UpdateFacts):
+class UpdateBody(ledger.UpdateFacts):
     """update, with what the coordinator decided."""
 
     id: Sha256
@@ -61,7 +61,7 @@ class Judged(ledger.UpdateFacts):
     tokens: Count
 
 
-class Made(ledger.VersionFacts):
+class VersionBody(ledger.VersionFacts):
     """version, with what else it settled."""
 
     dropped: dict[Sha256, str] = Field(default_factory=dict)
@@ -70,13 +70,13 @@ class Made(ledger.VersionFacts):
     norms: tuple[float, ...]
 
 
-class Begun(ledger.RunFacts):
+class RunBody(ledger.RunFacts):
     """run, with the rules that it is coordinated by."""
 
     policy: dict[str, Any] = Field(default_factory=dict)
 
 
-class Closed(ledger.RoundFacts):
+class RoundBody(ledger.RoundFacts):
     """round, with the updates that became part of nothing."""
 
     dropped: dict[Sha256, str] = Field(default_factory=dict)
@@ -84,7 +84,7 @@ class Closed(ledger.RoundFacts):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be."""
+    """Something that is wrong."""
 
     name: Name
     entry: int  # of the ledger; 0: the run as a whole
@@ -92,7 +92,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The ledger as it was at one moment, and what the coordinator says about it elsewhere."""
 
     entries: tuple[LedgerEntry, ...]
@@ -100,33 +100,32 @@ class Record:
     manifest: Manifest | None = None
 
 
-class Source(Protocol):
-    """Where a run can be read."""
+class EvidenceSource(Protocol):
+    """Where a run can be read. Nothing here is checked."""
 
-    whole: ClassVar[
-        bool
-    ]  # whether the payloads of updates that wait for their merge can be read, too
+    whole: ClassVar[bool]  # whether payloads that wait for their merge can be read, too
 
-    def record(self) -> Record:
-        """The ledger; not checked."""
+    def record(self) -> RunRecord:
+        """The ledger, and what the coordinator says about it elsewhere."""
 
     def blob(self, blob: Blob) -> bytes:
-        """The bytes under a name; Damaged if there are none. Not checked."""
+        """The bytes under a name; Damaged if there are none."""
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderSource:
     """A coordinator's folder, also while it is in use: takes no lock, writes nothing."""
 
     whole: ClassVar[bool] = True
     path: Path
 
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         """Ledger and totals as of the same commit."""
         database = self.path / "run.sqlite"
         if not database.is_file():
             raise RunError(f"{self.path} holds no run of a coordinator")
-        # A reader of a database that nobody has open would leave files beside it; without a -wal nothing is being written.
+        # A reader of a database that nobody has open would leave files beside it.
+        # Without a -wal file nobody is writing.
         mode = "mode=ro" if database.with_name("run.sqlite-wal").exists() else "immutable=1"
         connection = sqlite3.connect(
             f"{database.resolve().as_uri()}?{mode}", uri=True, isolation_level=None
@@ -137,9 +136,10 @@ class Folder:
                 "SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq"
             ).fetchall()
             totals = connection.execute(
-                "SELECT worker, count(*), sum(tokens) FROM updates WHERE applied IS NOT NULL GROUP BY worker"
+                "SELECT worker, count(*), sum(tokens) FROM updates "
+                "WHERE applied IS NOT NULL GROUP BY worker"
             )
-            return Record(
+            return RunRecord(
                 tuple(_entry(row) for row in rows),
                 {worker: (count, tokens) for worker, count, tokens in totals},
             )
@@ -158,23 +158,23 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A run behind its calls; what was downloaded is kept in a folder, so that nothing is asked for twice."""
+class RemoteSource:
+    """A run behind its calls. Downloads are kept in a folder, so that each is made once."""
 
     whole: ClassVar[bool] = False
     client: Calls
     kept: Path
 
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         """The manifest first: the ledger must then reach at least as far as it says."""
         manifest = self.client.manifest()
         entries: list[LedgerEntry] = []
         while page := self.client.ledger(len(entries)).entries:
             entries += page
-        return Record(tuple(entries), manifest=manifest)
+        return RunRecord(tuple(entries), manifest=manifest)
 
     def blob(self, blob: Blob) -> bytes:
-        """The bytes under a name. A line that breaks is the caller's trouble, not the run's."""
+        """The bytes under a name. A broken connection is no finding about the run."""
         path = self.kept / blob.sha256
         if path.exists():
             return path.read_bytes()
@@ -193,8 +193,14 @@ class Remote:
         return bytes(content)
 
 
-def checked(source: Source, blob: Blob) -> bytes:
-    """The bytes, after they were found to be those that the record names."""
+def open_folder(path: Path) -> EvidenceSource:
+    """The run in a coordinator's folder, or in a folder of `train`, which has one inside."""
+    inside = path / "coordinator"
+    return FolderSource(inside if inside.is_dir() else path)
+
+
+def checked(source: EvidenceSource, blob: Blob) -> bytes:
+    """The bytes, after their hash has been checked."""
     content = source.blob(blob)
     if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:
         raise Damaged(f"the blob {blob.sha256} does not hold the {blob.length} bytes of its name")
@@ -202,7 +208,7 @@ def checked(source: Source, blob: Blob) -> bytes:
 
 
 def facts(kind: type[M], entry: LedgerEntry) -> M:
-    """What an entry says, as far as the fields are known; the body may have more."""
+    """The known fields of an entry; the body may have more."""
     try:
         body = json.loads(entry.body)
         if not isinstance(body, dict) or canonical_json(body) != entry.body:
@@ -223,5 +229,6 @@ def _entry(row: tuple[Any, ...]) -> LedgerEntry:
         )
     except ValidationError:
         raise BlockTrainError(
-            f"entry {row[0]} of the ledger is of no known form; was it written by a newer BlockTrain?"
+            f"entry {row[0]} of the ledger is of no known form; "
+            "was it written by a newer BlockTrain?"
         ) from None

@@ -1,4 +1,7 @@
-"""The arithmetic of a version, written a second time for the audit: what an update proposes, and what follows from all of them."""
+"""The arithmetic of a version, written a second time for the audit.
+
+What an update proposes, and which weights follow from all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from blocktrain.protocol.tensors import Tensors, pack
 def propose(
     current: Tensors, opened: UpdateTensors, base: Tensors | None, scale: float
 ) -> tuple[Tensors, float]:
-    """(weights that an update proposes in float64, length of its change before the clip); `base` is what late weights started from."""
+    """The weights that an update proposes, in float64, and the norm of its change before the clip.
+
+    `base` is what late weights started from.
+    """
     values = {name: tensor.astype(np.float64) for name, tensor in opened.tensors.items()}
     start = current if base is None else base
     delta = {

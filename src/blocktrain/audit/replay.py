@@ -1,4 +1,7 @@
-"""Trains every accepted update of a ledger again, in one process with one thread. Needs torch; only an audit that asks for it comes."""
+"""Trains every accepted update of a ledger again, in one process with one thread.
+
+It needs torch: only an audit with `retrain` imports it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.audit.evidence import Finding, Judged, Name, Progress
+from blocktrain.audit.evidence import Finding, Name, Progress, UpdateBody
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
@@ -27,12 +30,12 @@ from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.messages import Blob, Order, Submission
 
 Read = Callable[[Blob], bytes]
-Updates = Sequence[tuple[int, Judged]]  # accepted, with the numbers of their entries
+Updates = Sequence[tuple[int, UpdateBody]]  # accepted, with the numbers of their entries
 
 
 @dataclass(frozen=True)
-class _End:
-    """What was held when a task was done."""
+class _TaskState:
+    """What a worker held when a task was done."""
 
     lineage: str
     moments: dict[str, Tensor]
@@ -46,7 +49,10 @@ def retrain(
     read: Read,
     progress: Progress,
 ) -> tuple[int, list[Finding]]:
-    """(updates that were trained again, what was found). Only states that an accepted update has left can be continued."""
+    """How many updates were trained again, and the findings.
+
+    Only states that an accepted update has left can be continued.
+    """
     config = make_config({**run.config, "device": "cpu"})
     jobs = {update.order.task: (entry, update) for entry, update in updates}
     needs = {task: _continued(update) for task, (_, update) in jobs.items()}
@@ -55,7 +61,7 @@ def retrain(
     except CycleError:
         return 0, [Finding("lineage", 0, "some updates continue each other's states in a circle")]
     uses = Counter(before for befores in needs.values() for before in befores)
-    ends: dict[int, _End] = {}
+    ends: dict[int, _TaskState] = {}
     findings = list(_beginnings(config, run))
     with one_thread(), _corpus(config, run, read) as text:
         for number, task in enumerate(ordered, start=1):
@@ -73,7 +79,7 @@ def retrain(
     return len(ordered), sorted(findings, key=lambda finding: finding.entry)
 
 
-def _continued(update: Judged) -> set[int]:
+def _continued(update: UpdateBody) -> set[int]:
     c = update.submission.continued
     return {task for task in (c.optimizer, c.residual) if task is not None}
 
@@ -95,13 +101,14 @@ def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
             yield Finding(
                 "retrain",
                 1,
-                f"version 0 of block {first.block} is not what this build of torch draws from the seed",
+                f"version 0 of block {first.block} is not what this build of torch draws "
+                "from the seed",
             )
 
 
 def _again(
-    update: Judged, config: Config, text: Ids, ends: Mapping[int, _End], read: Read
-) -> tuple[list[tuple[Name, str]], _End | None]:
+    update: UpdateBody, config: Config, text: Ids, ends: Mapping[int, _TaskState], read: Read
+) -> tuple[list[tuple[Name, str]], _TaskState | None]:
     """Train an update again, and hold what comes out against what was sent."""
     order, sent = update.order, update.submission
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
@@ -121,19 +128,20 @@ def _again(
         )
     elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
         found.append(("retrain", f"{name} has other losses than it reports"))
-    return found, _End(lineage, trainer.moments(), left)
+    return found, _TaskState(lineage, trainer.moments(), left)
 
 
-def _end(ends: Mapping[int, _End], task: int | None) -> _End | None:
+def _end(ends: Mapping[int, _TaskState], task: int | None) -> _TaskState | None:
     if task is not None and task not in ends:
         raise Damaged(
-            f"it continues what task {task} left, and no accepted update of that task could be trained again"
+            f"it continues what task {task} left, and no accepted update of that task "
+            "could be trained again"
         )
     return None if task is None else ends[task]
 
 
 def _trained(
-    update: Judged, config: Config, text: Ids, parent: _End | None, read: Read
+    update: UpdateBody, config: Config, text: Ids, parent: _TaskState | None, read: Read
 ) -> tuple[Trainer, list[float]]:
     order = update.order
     sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
@@ -154,7 +162,7 @@ def _source(config: Config, index: int, raw: bytes) -> Block:
 
 
 def _payload(
-    order: Order, trainer: Trainer, residual: _End | None, read: Read
+    order: Order, trainer: Trainer, residual: _TaskState | None, read: Read
 ) -> tuple[bytes, tensors.Tensors]:
     new = trainer.weights()
     if compression.METHODS[order.compression].exact:
@@ -181,12 +189,13 @@ def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> st
     return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
 
 
-def _where(joins: Mapping[str, ledger.JoinFacts], update: Judged, name: Name) -> str:
-    """Honest work can differ, too."""
+def _where(joins: Mapping[str, ledger.JoinFacts], update: UpdateBody, name: Name) -> str:
+    """Honest work can differ: the finding says on which device it was trained."""
     if name != "retrain":
         return ""
     known = joins.get(update.submission.worker)
+    device = known.device if known else "an unknown device"
     return (
-        f"; it was trained on {known.device if known else 'an unknown device'}, this is torch {torch.__version__} on cpu with one thread: "
+        f"; it was trained on {device}, this is torch {torch.__version__} on cpu with one thread: "
         "another device type or build of torch gives other bits"
     )

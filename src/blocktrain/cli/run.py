@@ -214,19 +214,21 @@ def audit(
     Parameters
     ----------
     where
-        A coordinator's folder (also while it runs) or its address.
+        A coordinator's folder (also while it runs) or its address, or a folder of `train`.
     retrain
         Also train every update again, on one thread: takes as long as the workers took together.
     """
     from blocktrain.audit.audit import audit as audit_run
-    from blocktrain.audit.evidence import Folder, Remote
+    from blocktrain.audit.evidence import RemoteSource, open_folder
     from blocktrain.terminal import bar
     from blocktrain.web.client import HttpClient
 
     remote = where.startswith(("http://", "https://"))
     with bar("audit") as progress, tempfile.TemporaryDirectory(prefix="blocktrain-audit-") as kept:
         evidence = (
-            Remote(HttpClient(where, token, ca=ca), Path(kept)) if remote else Folder(Path(where))
+            RemoteSource(HttpClient(where, token, ca=ca), Path(kept))
+            if remote
+            else open_folder(Path(where))
         )
         report = audit_run(
             evidence,

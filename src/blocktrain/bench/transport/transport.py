@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from matplotlib.figure import Figure
 
 from blocktrain.audit.audit import audit
-from blocktrain.audit.evidence import Folder
+from blocktrain.audit.evidence import open_folder
 from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.transport.trial import (
     Place,
@@ -126,7 +126,7 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
 
     def replayed(done: Trial) -> Result:
         found = audit(
-            Folder(done.folder / "coordinator"),
+            open_folder(done.folder / "coordinator"),
             retrain=True,
             progress=lambda _, n, of: told("replay", {"share": n / max(of, 1)}),
         )
