@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, get_args
 from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
+
+    from blocktrain.protocol.calls import Argument, Call
 
 ROOT = Path(__file__).parents[1]
 # Files at the root of the repository that are pages of the site too, by their name there.
@@ -34,6 +36,8 @@ ENUMS = {
     "Code": "a [code](../protocol.md#refusals)",
     "Then": "a [next step](../protocol.md#refusals)",
 }
+BYTES = "application/octet-stream"
+ANSWERS = {"application/json": "JSON", "text/event-stream": "events", "text/plain": "text"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -142,11 +146,12 @@ def calls() -> str:
     """All calls of a coordinator, then the messages that they carry, as fields with their types."""
     from pydantic import BaseModel
 
-    from blocktrain.protocol import messages, stages, status
+    from blocktrain.protocol import ledger, messages, stages, status
+    from blocktrain.protocol.calls import CALLS, WATCH_CALLS
 
     kinds = [
         kind
-        for module in (messages, status, stages)
+        for module in (messages, status, stages, ledger)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, BaseModel)
@@ -160,10 +165,45 @@ The calls of a coordinator and the fields of every message. [The protocol](../pr
 what they mean, in which order they come, and which bytes they carry. Unknown fields and values of
 another type are refused.
 
+## Calls of workers and tools
+
+{call_table(CALLS)}
+
+*token*: the join token in `Authorization: Bearer TOKEN`, if the run has one. *ticket*: also the
+task's ticket. *operator*: the operator's token instead.
+
+## Calls of people and pages
+
+{call_table(WATCH_CALLS)}
+
 ## Messages
 
 {described}
 """
+
+
+def call_table(rows: Sequence[Call[Any]]) -> str:
+    lines = ["| call | needs | request | answer | what it does |", "|---|---|---|---|---|"]
+    for call in rows:
+        request = ["raw bytes"] if call.body == BYTES else []
+        request += [link(call.request)] if call.request else []
+        request += [argument(a) for a in call.arguments if a.place != "path"]
+        answer = link(call.reply) if call.reply else ANSWERS.get(call.content, "raw bytes")
+        lines.append(
+            f"| `{call.method} {call.path}` | {call.needs} | {', '.join(request)} | {answer} "
+            f"| {call.about} |"
+        )
+    return "\n".join(lines)
+
+
+def link(kind: type[BaseModel]) -> str:
+    return f"[{kind.__name__}](#{kind.__name__.lower()})"
+
+
+def argument(value: Argument) -> str:
+    if value.place == "header":
+        return f"header `{value.header}`"
+    return f"`?{value.name}=`" + ("" if value.default is None else f" (default {value.default})")
 
 
 def message(kind: type[BaseModel]) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from blocktrain.config import Config
+from blocktrain.protocol.calls import CALLS, WATCH_CALLS
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +89,9 @@ def test_the_reference_has_every_command_call_and_setting(site: Path) -> None:
     settings = (site / "reference" / "settings.html").read_text(encoding="utf-8")
     for name in Config.model_fields:
         assert f"<code>{name}</code>" in settings, name
+    calls = (site / "reference" / "http.html").read_text(encoding="utf-8")
+    for call in (*CALLS, *WATCH_CALLS):
+        assert f"<code>{call.method} {call.path}</code>" in calls, call.path
 
 
 def slug(heading: str) -> str:
