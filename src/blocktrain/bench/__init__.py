@@ -1,1 +1,1 @@
-"""Every published figure comes from here: measuring code only, which imports the package and is never imported by it."""
+"""Every published figure comes from here. The rest of the package never imports it."""

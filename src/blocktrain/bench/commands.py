@@ -1,4 +1,4 @@
-"""The bench commands: run what is to be measured with progress shown, and put the head of the measurement on the result."""
+"""The bench commands: measure with a progress bar, and put command, seed and machine first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """What `bench quality` was asked for."""
+    """Options of `bench quality`."""
 
     folder: Path
     scale: str
@@ -41,7 +41,7 @@ class QualityOptions:
     command: str
 
     def config(self, seed: int) -> Config:
-        """The scale's settings under those that were given."""
+        """The scale's settings, overridden by the given ones."""
         return make_config({**jobs_of.SCALES[self.scale], **self.settings, "seed": seed})
 
 
@@ -59,9 +59,8 @@ def quality(options: QualityOptions) -> Result:
             jobs_of.VALID_LIMIT[options.scale],
             options.scale == "tiny",
         )
-        planned = jobs_of.jobs(
-            setup
-        )  # refuses settings that some variant cannot have, before anything is written
+        # Before anything is written, this refuses settings that some variant cannot have.
+        planned = jobs_of.jobs(setup)
         _same_settings(folder, setup.base, options.source)
         _run(planned, options.slots, f"seed {seed}")
         jobs_of.clear_versions(setup)
@@ -152,7 +151,7 @@ def transport(options: TransportOptions, command: str) -> Result:
 def coordinator(
     swarm: SwarmOptions, transfers: TransferOptions, folder: Path, command: str
 ) -> Result:
-    """See `bench.coordinator` and `bench.transfers`; leaves coordinator.json and coordinator.png in the folder."""
+    """See `transport.coordinator` and `transport.transfers`; writes JSON and plot to the folder."""
     with bar(f"{swarm.workers} workers") as progress:
         found = measure_swarm(swarm, progress)
     with bar("large transfers") as progress:
@@ -169,8 +168,9 @@ def show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
+    machine = result["machine"]
     console.print(
-        f"[dim]{result['command']}   {result['machine']['cpu']}, {result['machine']['cores']} cores[/]",
+        f"[dim]{result['command']}   {machine['cpu']}, {machine['cores']} cores[/]",
         highlight=False,
     )
     rows = result.get("rows") or [
@@ -207,5 +207,6 @@ def _same_settings(folder: Path, config: Config, source: Source) -> None:
         write_json(marker, wanted)
     elif read_json(marker) != wanted:
         raise RunError(
-            f"{folder} holds results of other settings or another text; name another folder with --out, or remove it"
+            f"{folder} holds results of other settings or another text; "
+            "name another folder with --out, or remove it"
         )

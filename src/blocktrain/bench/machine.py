@@ -1,4 +1,4 @@
-"""What a figure was measured on: the head of every result, one thread to measure with, bytes to train on."""
+"""What a figure was measured on: the first keys of every result; and random text to train on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blocktrain.learning.tokenizer import Bytes
 
 
 def header(command: str, seed: int) -> dict[str, Any]:
-    """The command that prints the figures, its seed, and the machine, without anything that names a host or a person."""
+    """Command, seed and machine. Nothing in it names a host or a person."""
     return {
         "command": command,
         "seed": seed,
@@ -31,7 +31,6 @@ def header(command: str, seed: int) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The name of the processor as the system tells it."""
     table = Path("/proc/cpuinfo")
     if table.exists():
         for line in table.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -42,5 +41,5 @@ def cpu_model() -> str:
 
 
 def random_bytes(seed: int, size: int) -> Bytes:
-    """A corpus from a seed: neither the bytes held nor the time of a step depends on what the text says."""
+    """A corpus from a seed. Memory and time of a step do not depend on the text."""
     return np.random.default_rng(seed).integers(0, 256, size=size, dtype=np.uint8)

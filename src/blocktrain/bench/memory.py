@@ -1,8 +1,8 @@
 """Bytes that training holds: one worker against the end-to-end trainer of equal total depth.
 
-Counted are optimizer state, gradients, and what autograd saves for the backward pass, all three of one real step of the
-real Trainer: at the end of a forward pass they are all there at once. The fusion worker is told apart, because it also
-holds the frozen blocks that it reads, and their features.
+It counts optimizer state, gradients, and what autograd saves for the backward pass, in one step of
+the real Trainer: at the end of a forward pass all three exist at once. The fusion worker has a row
+of its own, because it also holds the frozen blocks that it reads, and their features.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blocktrain.learning.model import Block, build_independent
 from blocktrain.learning.train import REFERENCE, Trainer, one_thread
 
 BLOCKS = (2, 4, 8, 16)
-SLACK = 0.10  # what embedding, head and softmax, which every block has for itself, may add to 1 / blocks
+SLACK = 0.10  # every block has its own embedding, head and softmax: they may add this to 1 / blocks
 
 
 def measure_memory(
@@ -30,11 +30,12 @@ def measure_memory(
     seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Bytes of a worker by kind, and their ratio to those of the end-to-end trainer, for 2 to 16 blocks of `depth` layers in all."""
+    """Bytes of a worker by kind, and their ratio to the end-to-end trainer, at equal depth."""
     counts = [blocks for blocks in BLOCKS if depth % blocks == 0]
     if not counts:
         raise ConfigError(
-            f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; use a multiple of 2"
+            f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; "
+            "use a multiple of 2"
         )
     base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
     with one_thread():
@@ -65,7 +66,7 @@ def _shaped(base: Config, blocks: int, depth: int) -> Config:
 
 
 def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
-    """One number of blocks: an independent worker, and the fusion worker where there is one."""
+    """For one number of blocks: an independent worker, and the fusion worker if there is one."""
     worker = _trained(Trainer(config, 1))
     fusion = _fusion(config) if config.fusion else None
     return {
@@ -86,10 +87,10 @@ def _fusion(config: Config) -> dict[str, int]:
     if trainer.fusion is None:
         raise ConfigError(f"block {config.blocks} is not a fusion block")
     held = _trained(trainer)
-    # Autograd saves the normed features, which are among the activations; the raw ones are held beside them until the
-    # forward pass ends. They are counted too: the figure is what the worker needs, not what is left when it turns back.
+    # Autograd saves the normed features, which are among the activations. The raw ones are held
+    # too until the forward pass ends. Both count: the figure is what the worker needs at its peak.
     features = len(sources) * config.batch * config.context * config.width * torch.float32.itemsize
-    # The readout's copies of their norms and heads are weights of the others that it holds a second time.
+    # The readout has copies of the norms and heads of the other blocks: they are held twice.
     copies = sum(storages([trainer.fusion.readout.norms, trainer.fusion.readout.heads]).values())
     frozen = sum(storages(_constants(sources)).values()) + copies
     total = held["total"] + frozen + features
@@ -103,7 +104,7 @@ def _fusion(config: Config) -> dict[str, int]:
 
 
 def _trained(trainer: Trainer) -> dict[str, int]:
-    """Bytes by kind after one step. `weights` are told, not counted in `total`."""
+    """Bytes by kind after one step. `weights` are not part of `total`."""
     c = trainer.config
     own = storages([*_constants([trainer.block]), trainer.table])
     saved = SavedActivations(own | storages(_constants(trainer.sources)))
@@ -121,10 +122,10 @@ def _trained(trainer: Trainer) -> dict[str, int]:
 
 
 class SavedActivations:
-    """Counts each storage once that autograd saves for the backward pass, except those that are there anyway.
+    """Counts the storages that autograd saves for the backward pass, except constants.
 
-    An address names a storage only while it lives. The graph keeps everything it saved until the backward pass, and the
-    backward pass saves nothing, so no address is met twice with another content.
+    An address names a storage only while it lives. The graph keeps everything it saved until the
+    backward pass, and that saves nothing, so no address is met twice with another content.
     """
 
     def __init__(self, constants: dict[int, int]) -> None:
@@ -132,7 +133,6 @@ class SavedActivations:
         self._constants = constants
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context in which a forward pass is watched."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class SavedActivations:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address -> bytes of the storages behind tensors: a view costs what it keeps alive, two views of one storage cost it once."""
+    """Address -> bytes of the storages behind tensors. A view counts as its whole storage, once."""
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in tensors

@@ -1,4 +1,4 @@
-"""The time of a worker's training step against a bare loop with the same layers, loss and optimizer."""
+"""Time of a worker's training step, compared with a bare loop of the same layers and optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure_step(
     seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Medians of `repeats` steps of each, taken in turns so that a busy or throttled machine slows both alike."""
+    """Medians of `repeats` steps of each, in turns, so that a busy machine slows both alike."""
     if repeats < 2:
         raise ConfigError(
             f"repeats={repeats} is too few for a median and its spread; use 2 or more"
@@ -51,9 +51,7 @@ def measure_step(
             next(bare)
         seconds: list[tuple[float, float]] = []
         for pair in range(repeats):
-            if (
-                pair % 2
-            ):  # the one that goes second may find warmer caches: each is second half of the time
+            if pair % 2:  # the second may find warmer caches, so each is second half of the time
                 later = _timed(bare)
                 seconds.append((_timed(worker), later))
             else:
@@ -64,7 +62,7 @@ def measure_step(
 
 
 def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
-    """What one would write by hand for this block: no schedule, no checks, no resuming. Yields the loss of each step."""
+    """A loop written by hand: no schedule, no checks, no resuming. Yields each step's loss."""
     device = pick_device(config.device)
     block = build_independent(config, 1).to(device)
     optimizer = Optimizers(block, config.optimizer, weight_decay=config.weight_decay)
@@ -79,7 +77,7 @@ def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(block.parameters(), 1.0)
         optimizer.step(config.learning_rate)
-        yield loss.item()  # a step has ended when its loss is known, also on a device that works behind our back
+        yield loss.item()  # waits for the device: a step has ended when its loss is known
 
 
 def _timed(steps: Iterator[object]) -> float:
@@ -90,9 +88,7 @@ def _timed(steps: Iterator[object]) -> float:
 
 def _summary(config: Config, seconds: list[tuple[float, float]]) -> dict[str, Any]:
     worker, bare = ([1e3 * pair[side] for pair in seconds] for side in (0, 1))
-    ratio = statistics.median(
-        w / b for w, b in seconds
-    )  # of neighbours in time: what slows both down falls out
+    ratio = statistics.median(w / b for w, b in seconds)  # neighbours in time are slowed alike
     return {
         "ratio": ratio,
         "bound": BOUND,

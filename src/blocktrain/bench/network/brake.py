@@ -1,4 +1,4 @@
-"""Processes that are made slower than others by stopping them: a slow machine, as seen from outside."""
+"""Makes processes slower than others by stopping them, so that they look like slow machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class _Braked:
 
 
 class Brake:
-    """Gives each braked process 1 / factor of the processor time that an unbraked one gets, or of the clock's while those rest."""
+    """Gives a process 1 / factor of the processor time that others get.
+
+    While the others rest, it gets that share of the clock.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, float] = {}  # pid -> what it had used when it was last looked at

@@ -1,4 +1,4 @@
-"""Hosts that are not there: each a network namespace behind a link of its own, or plain processes where the system allows no more."""
+"""Simulated hosts: each a network namespace behind its own link, or plain processes without one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int, link: Link, port: int, kind: Kind | None = None) -> Iterator[list[Host]]:
-    """Hosts that reach the server on this machine's loopback port through one such link each; gone when the block ends."""
+    """Hosts that reach a loopback port of this machine, each through its own link."""
     if not 1 <= count <= MOST:
         raise RunError(f"between 1 and {MOST} hosts, not {count}")
     kind = kind or ("namespaces" if namespaces_possible() else "processes")

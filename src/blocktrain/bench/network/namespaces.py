@@ -1,4 +1,4 @@
-"""Networks of their own for hosts that are not there. The machine's own network stays as it is: nothing else on it notices."""
+"""Network namespaces for simulated hosts. The machine's own network is not changed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ CLONE_NEWNET = 0x40000000
 
 @contextmanager
 def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
-    """Two namespaces joined by one cable: `name`, where the host's processes run, and the one this gives, where its server listens on NEAR.
+    """Two namespaces joined by a cable: `name` for the host's processes, and the returned one.
 
-    `narrowed` is a queueing discipline for both ends in tc's words; empty, the cable is as fast as the machine.
+    In the returned one its server listens on NEAR. `narrowed` is a queueing discipline for both
+    ends, as arguments of tc; without it the cable is as fast as the machine.
     """
     clear_stale()
     near = f"{name}-near"
@@ -80,7 +81,7 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def inside(namespace: str) -> Iterator[None]:
-    """This thread in a network as long as the block lasts; sockets that it makes there stay there."""
+    """Move this thread into a network for a while. Sockets that it makes there stay there."""
     with Path("/proc/thread-self/ns/net").open() as back:
         enter(namespace)
         try:
@@ -122,5 +123,6 @@ def _run(*command: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", "") or str(error)
         raise RunError(
-            f"{' '.join(command[:4])}: {said.strip()}; run the bench as root, or with plain processes"
+            f"{' '.join(command[:4])}: {said.strip()}; "
+            "run the bench as root, or with plain processes"
         ) from None

@@ -1,8 +1,9 @@
-"""A line as bad as one asks for: a seeded TCP proxy that delays, narrows, stalls and breaks what passes.
+"""A simulated link: a seeded TCP proxy that delays, narrows, stalls and breaks what passes.
 
-What is modelled: half a round trip each way, jitter, one bandwidth per direction shared by all connections, lost segments as
-pauses of one retransmission, resets, one round trip to connect, and a bounded number of bytes on the way, so that a fast
-sender is pushed back. What is not: TCP's slow start and congestion control, so a figure taken here is that of a warm connection.
+It models half a round trip each way, jitter, one bandwidth per direction that all connections
+share, lost segments as pauses of one retransmission, resets, one round trip to connect, and a
+bounded number of bytes in flight, so that a fast sender is slowed down. It does not model slow
+start and congestion control of TCP: figures are those of a warm connection.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ from blocktrain.bench.network.namespaces import inside
 from blocktrain.errors import ConfigError, RunError
 
 LOCALHOST = "127.0.0.1"
-SEGMENT = (
-    64 << 10
-)  # bytes of a connection's stream that are lost, or break the connection, together
+SEGMENT = 64 << 10  # bytes of a stream that are lost, or break the connection, together
 PIECE_SECONDS = 0.002  # the line serves its connections in turns of about so long
 QUEUE_SECONDS = 0.05  # that the line's queue holds before senders must wait
 BUFFER = 256 << 10  # bytes that wait at either end
@@ -39,7 +38,10 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Link:
-    """A line: round trip, jitter (each way takes up to so much longer), bandwidth per direction (0: no bound), and faults per segment."""
+    """Properties of a link. Jitter is the most that one way may take longer; 0 Mbit: no limit.
+
+    `loss` and `reset` are probabilities per segment.
+    """
 
     rtt_ms: float = 0.0
     jitter_ms: float = 0.0
@@ -54,7 +56,8 @@ class Link:
             or self.loss + self.reset > 1
         ):
             raise ConfigError(
-                "a link has no negative figures, and its loss and reset are probabilities of at most 1 together"
+                "a link has no negative figures, "
+                "and its loss and reset are probabilities of at most 1 together"
             )
 
     @property
@@ -92,7 +95,7 @@ class Fate(Enum):
 
 
 def fates(link: Link, connection: int, way: str) -> Iterator[Fate]:
-    """What happens to each segment of a connection in one direction: a function of the seed alone, not of time or of how it was sent."""
+    """What happens to each segment of a connection in one direction. Depends on the seed alone."""
     draws = random.Random(f"{link.seed}/{connection}/{way}")
     while True:
         drawn = draws.random()
@@ -118,7 +121,7 @@ class Counters:
 
 
 class Shaped:
-    """A link in use: its address, what has passed, and how to break and mend it while it is used."""
+    """A running link: its address, its counters, and how to break and repair it."""
 
     def __init__(self, link: Link, host: str, port: int, control: Connection) -> None:
         self.link, self.host, self.port = link, host, port
@@ -126,15 +129,13 @@ class Shaped:
 
     @property
     def url(self) -> str:
-        """For HTTP."""
         return f"http://{self.host}:{self.port}"
 
     def counters(self) -> Counters:
-        """What has passed until now."""
         return self._ask("counters")
 
     def block(self) -> None:
-        """A black hole: nothing arrives any more, in either direction, and nobody is told."""
+        """A black hole: nothing arrives any more, in either direction, without an error."""
         self._ask("block")
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class Shaped:
         self._ask("close")
 
     def open(self) -> None:
-        """Mend it: what waited in the black hole goes on."""
+        """Repair it: what waited in the black hole goes on."""
         self._ask("open")
 
     def _ask(self, what: str) -> Counters:
@@ -150,7 +151,8 @@ class Shaped:
             self._control.send(what)
             if not self._control.poll(ANSWER_SECONDS):
                 raise RunError(
-                    f"the link shaper on port {self.port} does not answer; the machine may be overloaded"
+                    f"the link shaper on port {self.port} does not answer; "
+                    "the machine may be overloaded"
                 )
             return self._control.recv()
 
@@ -165,9 +167,9 @@ def shaped(
     network: str = "",
     apart: bool = True,
 ) -> Iterator[Shaped]:
-    """A link to a server, as long as the block lasts; in a process of its own, or with `apart=False` in a thread of this one.
+    """A link to a server, in its own process, or with `apart=False` in a thread of this one.
 
-    With a `network`, those who are to be served are in that namespace; the server is where this process is.
+    With a `network`, the clients are in that namespace; the server is where this process is.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (theirs, listen, network, (host, port), link)
@@ -198,23 +200,20 @@ def shaped(
 def _serve(
     control: Connection, listen: str, network: str, target: tuple[str, int], link: Link
 ) -> None:
-    """The proxy's process or thread: until it is told to end, or nobody is there to tell."""
+    """Runs the proxy until its owner ends it or is gone."""
     try:
         with inside(network) if network else nullcontext():
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER
-        )  # the kernel must not take what the line does not
+        # The kernel must not take more than the line does.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
         listening.bind((listen, 0))
         listening.listen(1024)
     except (OSError, RunError) as error:
         control.send(f"{listen}: {getattr(error, 'strerror', '') or error}")
         return
-    with (
-        listening,
-        suppress(KeyboardInterrupt),
-    ):  # Ctrl-C reaches the whole group; the parent's pipe ends with it
+    # Ctrl-C reaches the whole group; the parent's pipe ends with it.
+    with listening, suppress(KeyboardInterrupt):
         asyncio.run(_Proxy(listening, target, link).run(control))
 
 
@@ -286,12 +285,12 @@ class _Proxy:
             await self.opened.wait()
             await asyncio.get_running_loop().sock_connect(server, self.target)
             await _relay(
-                _Stream(self, client, server, "up", number),
-                _Stream(self, server, client, "down", number),
+                _Direction(self, client, server, "up", number),
+                _Direction(self, server, client, "down", number),
             )
             clean = True
         except* OSError:
-            pass  # broken, or nobody listens there: either is told by a reset
+            pass  # broken, or nobody listens there: the client gets a reset
         finally:
             for end in (client, server):
                 if clean:
@@ -320,8 +319,8 @@ class _Line:
 
 
 @dataclass
-class _Stream:
-    """One direction of one connection: what was taken waits its time, in order, and is given on."""
+class _Direction:
+    """One direction of one connection: each piece waits its time and is passed on, in order."""
 
     proxy: _Proxy
     source: socket.socket
@@ -402,7 +401,7 @@ class _Stream:
         self._hold(-self._held)
 
 
-async def _relay(up: _Stream, down: _Stream) -> None:
+async def _relay(up: _Direction, down: _Direction) -> None:
     """Both directions, until both have ended or one breaks."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -415,7 +414,7 @@ async def _relay(up: _Stream, down: _Stream) -> None:
 
 
 def _abort(end: socket.socket) -> None:
-    """Close without a goodbye."""
+    """Close with a reset."""
     with suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.close()

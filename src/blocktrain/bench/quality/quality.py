@@ -1,7 +1,8 @@
-"""What composition pays: the paper's, ours, single blocks and the end-to-end reference, from one run, in one table.
+"""Compares compositions: the paper's, ours, single blocks and the end-to-end reference.
 
-Every training and every evaluation is a job in a process of its own that leaves its result in the output folder, so an
-interrupted bench goes on where it stopped. Variants share what comes out the same: the blocks of `fuse` are those of `pool`.
+Every training and every evaluation is a job in its own process, which leaves its result in the
+output folder, so that an interrupted bench continues. Variants share what would come out the same:
+the blocks of `fuse` are those of `pool`.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def _job_name(config: Config, variant: str, index: int) -> str:
 
 
 def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
-    """Train one block, publish it, and (blocks of `fuse`) the versions that `beside` reads on the way."""
+    """Train and publish one block; of `fuse`, also the versions that `beside` reads meanwhile."""
     torch.set_num_threads(1)
     config, run = setup.config(variant), setup.run(variant)
     state = run.state(index)
@@ -206,13 +207,13 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
 
 
 def is_published(step: int, steps: int) -> bool:
-    """Whether a block publishes a version at this step for the fusion block beside it, which begins at half its budget."""
+    """Whether a block publishes this step for the fusion block, which begins at half its budget."""
     every = max(steps // VERSIONS, 1)
     return step == steps or (step % every == 0 and step >= steps // 2 // every * every)
 
 
 def version_beside(step: int, steps: int) -> int:
-    """The version that the fusion block reads after `step` of its own steps: the others keep pace until they are finished."""
+    """The version that the fusion block reads after `step` steps; the others train in parallel."""
     every = max(steps // VERSIONS, 1)
     return steps if steps // 2 + step >= steps else max(every, (steps // 2 + step) // every * every)
 
@@ -283,7 +284,7 @@ def samples_job(channel: Channel, setup: Setup) -> None:
 
 
 def _going_on(channel: Channel, *, share: float) -> None:
-    """Tell how far a job is, and end it here if it is to stop: what takes minutes is not waited for."""
+    """Report how far a job is, and end it if it should stop, without waiting for minutes."""
     channel.send(share=share)
     if channel.stopped and share < 1:
         raise Interrupted(STOPPED)

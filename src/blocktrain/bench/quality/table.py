@@ -1,4 +1,4 @@
-"""The rows of `bench quality`: from what the jobs left to one table, means over seeds, and a plot."""
+"""The rows of `bench quality`: a table of the jobs' results, means over seeds, and a plot."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _row(
     variant: str,
     indices: Iterable[int] | None = None,
 ) -> Row:
-    """Training seconds are summed over the blocks a row is made of; memory is that of its largest process."""
+    """Training seconds are summed over the blocks of a row; memory is of its largest process."""
     config = setup.config(variant)
     used = list(indices if indices is not None else range(1, config.blocks + 1))
     jobs = [
@@ -113,7 +113,7 @@ def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -
 
 
 def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
-    """Training cross entropy of the block with the lowest noise against the composed one, as sigma_min falls."""
+    """Training loss of the block with the lowest noise, and the composed one, by sigma_min."""
     if not setup.leakage:
         return []
     found = []
@@ -133,7 +133,7 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
 
 
 def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
-    """As the lowest noise falls, the target leaks: the last block's training loss falls with it, the composed model's does not."""
+    """Plot leakage: with less noise the last block's loss falls, the composed model's does not."""
     sigmas = [row["sigma_min"] for row in leakage]
     for key, label, colour in (
         ("composed_ce", "composed, valid", "#d55e00"),
@@ -150,7 +150,7 @@ def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
 
 
 def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
-    """Means over seeds; with several, `spread` is the largest minus the smallest cross entropy, `gap_spread` that of the gaps."""
+    """Means over seeds. `spread` is the largest minus the smallest cross entropy."""
     rows = []
     for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
         row: Row = {"name": same_name[0]["name"]}
@@ -168,7 +168,7 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
 
 
 def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -> None:
-    """Cross entropy of every row as dots on one axis, the reference as a line; beside it what lower noise does, where it was measured."""
+    """Cross entropy of every row as dots, the reference as a line; leakage if it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")

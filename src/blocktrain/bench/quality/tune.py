@@ -1,4 +1,4 @@
-"""Learning rates of reference, blocks and fusion on one grid, chosen on the calibration slice: valid stays unseen."""
+"""Learning rates of reference, blocks and fusion on one grid, chosen on the calibration slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as a user meets them, with a clock beside: one after another, or many at once, in every mode and shape."""
+"""Timed answers: one after another or many at once, in every mode and topology."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def _written(entry: Entry, request: Request) -> Written:
 
 
 class Star:
-    """The end-to-end model with the entry in the middle: it asks one stage after another and carries the state itself."""
+    """The end-to-end model as a star: the entry asks one stage after another."""
 
     def __init__(self, lines: Sequence[StageLine], context: int) -> None:
         self._lines, self._context = lines, context
@@ -180,7 +180,7 @@ class Measured:
 
 
 async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], output: int) -> Result:
-    """As many users as prompts, all at the same moment: bytes of all together, and how long each of them waits."""
+    """One user per prompt, all at once: bytes per second of all, and seconds of each."""
     began = time.perf_counter()
     answers = await asyncio.gather(
         *(write(entry, way.request(prompt, output)) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""What the parts of a sweep cost here, each measured by itself, and what the cost model makes of them on any line."""
+"""The cost of each part of a sweep, measured here, and what the cost model predicts from them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def timed_line(name: str, access: Access) -> AsyncIterator[TimedLine]:
 
 
 async def hop_overhead(line: TimedLine, context: int, repeats: int) -> list[float]:
-    """Seconds that a RUN of one byte takes there and back, without those that the stage computes."""
+    """Seconds of a RUN of one byte, there and back, without the stage's computation."""
     session, found = secrets.randbits(63), []
     await line.open(session)
     await line.run(session, 0, 0, bytes(context // 2))
@@ -177,7 +177,7 @@ class Costs:
     def predicted(
         self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float
     ) -> float | None:
-        """Bytes per second of an answer; `sweeps` is how many mode sweep really makes before nothing changes any more."""
+        """Bytes per second of an answer; `sweeps`: those of mode sweep until it was stable."""
         line = LinkCost(rtt_ms / 1000, mbit * 1e6, self.overhead)
         if way.topology == "fan":
             return output / self._fan(way.mode, line, prompt, output, sweeps)
@@ -202,7 +202,7 @@ class Costs:
         )
 
     def _reference(self, topology: str, line: LinkCost, positions: int) -> float:
-        """One traversal. A star comes back to the entry between two hosts; the first host is the entry's own in both."""
+        """One traversal. A star returns to the entry between hosts; the first is the entry's."""
         if self.layers is None:
             return 0.0
         state = self.width * FLOAT

@@ -1,4 +1,4 @@
-"""Whether drafted and checked text is the autoregressive one: choices compared position by position, always after the same bytes."""
+"""Whether drafted and checked text equals autoregressive text, compared byte by byte."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def compare(
     size: int,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Agreement:
-    """Write every text autoregressively, then choose each of its bytes again from a sweep over a draft behind the same bytes."""
+    """Write each text autoregressively, then choose each byte again from a sweep over a draft."""
     found = Agreement()
     places = asyncio.Semaphore(AT_ONCE)
     way = Way(entry.config.compose, "fan", "autoregressive")

@@ -1,7 +1,7 @@
-"""Hosts that die in the middle of an answer: how soon that is noticed, when the next byte comes, and whether the text is the same.
+"""Stages that fail during an answer: time to notice, time to the next byte, and the same text.
 
-Every remote block is on two stages. One that the answer is being read from is killed with signal 9, or its line becomes a black hole;
-it is back before its twin is touched.
+Every remote block is on two stages. One that the answer uses is killed with signal 9, or its link
+becomes a black hole. It is back before the other one is touched.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLACKHOLE: Harm = "blackhole"
 
 @dataclass(frozen=True)
 class FailoverOptions:
-    """What `bench failover` was asked for."""
+    """Options of `bench failover`."""
 
     folder: Path
     run: Path
@@ -56,8 +56,8 @@ class FailoverOptions:
 
 
 @dataclass
-class Host:
-    """A stage, its line, and the entry's end of it."""
+class StageHost:
+    """A stage, its link, and the entry's line to it."""
 
     process: StageProcess
     shaped: Shaped
@@ -66,7 +66,7 @@ class Host:
     _back: asyncio.Task[None] | None = None
 
     async def harm(self, how: Harm) -> float:
-        """Do it; gives the moment."""
+        """Returns the moment of the failure."""
         began = time.perf_counter()
         if how == "kill":
             self.process.kill()
@@ -75,7 +75,7 @@ class Host:
         return began
 
     def heal(self, how: Harm) -> None:
-        """Bring it back, beside what else is done."""
+        """Bring it back in the background."""
         self._back = asyncio.create_task(
             asyncio.to_thread(self.process.restart if how == "kill" else self.shaped.open)
         )
@@ -96,7 +96,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Case:
-    """An answer that was disturbed."""
+    """An answer during which a stage failed."""
 
     harm: Harm
     mode: Mode
@@ -107,11 +107,12 @@ class Case:
 
 
 def failover(options: FailoverOptions, command: str) -> Result:
-    """All disturbed answers, in figures; leaves failover.json in the folder."""
+    """Figures of all cases; writes failover.json to the folder."""
     config = read_manifest(options.run).config
     if config.traits.topology == "ring" or config.independent < 2:
         raise ConfigError(
-            "a ring does not survive the loss of a stage: give bench failover a run composed by fuse or pool"
+            "a ring does not survive the loss of a stage: "
+            "give bench failover a run composed by fuse or pool"
         )
     options.folder.mkdir(parents=True, exist_ok=True)
     groups = split(range(2, config.independent + 1), 2)
@@ -164,7 +165,7 @@ async def _measure(
     cases: list[Case] = []
     try:
         await entry.start(30.0)
-        hosts = [Host(*each) for each in zip(processes, lines, entry.route.lines, strict=True)]
+        hosts = [StageHost(*each) for each in zip(processes, lines, entry.route.lines, strict=True)]
         for host in hosts:
             _notice(host)
         harms: list[Harm] = [KILL] * options.kills + [BLACKHOLE] * options.blackholes
@@ -185,8 +186,8 @@ async def _measure(
     return cases, bereft
 
 
-def _notice(host: Host) -> None:
-    """Keep the moment at which its line is given up."""
+def _notice(host: StageHost) -> None:
+    """Keep the moment at which the entry loses its line."""
     before = host.line.on_change
 
     def changed(line: StageLine) -> None:
@@ -200,53 +201,53 @@ def _notice(host: Host) -> None:
 
 async def _case(
     entry: Entry,
-    hosts: Sequence[Host],
+    hosts: Sequence[StageHost],
     harm: Harm,
     mode: Mode,
     prompt: Prompt,
     draws: random.Random,
 ) -> Case:
-    """An answer that goes on after a stage it was read from is gone; one that was over too soon is asked for again."""
+    """An answer during which a stage fails; repeated if the answer ended before that."""
     expected = (await write(entry, Way("", "fan", "exact").request(prompt, len(prompt.real)))).text
     while True:
         for host in hosts:
             await host.back()
-        blow = Blow(hosts, harm, draws)
+        fault = Fault(hosts, harm, draws)
         text, failovers = b"", 0
         async for piece in entry.generate(Way("", "fan", mode).request(prompt, len(expected))):
             text, failovers = text + piece.text, piece.stats.failovers
-            blow.told(len(text), len(expected))
-        met = await blow.over()
+            fault.told(len(text), len(expected))
+        met = await fault.over()
         if met is None:
             continue
         met.heal(harm)
-        if blow.next_byte and met.lost > blow.began:
+        if fault.next_byte and met.lost > fault.began:
             detect, following = (
-                1000 * (moment - blow.began) for moment in (met.lost, blow.next_byte)
+                1000 * (moment - fault.began) for moment in (met.lost, fault.next_byte)
             )
             return Case(harm, mode, text == expected, detect, following, failovers)
 
 
-class Blow:
-    """What happens to an answer: at some moment one of the stages that it is read from is harmed."""
+class Fault:
+    """Harms one of the stages that an answer uses, at a random moment."""
 
-    def __init__(self, hosts: Sequence[Host], harm: Harm, draws: random.Random) -> None:
+    def __init__(self, hosts: Sequence[StageHost], harm: Harm, draws: random.Random) -> None:
         self.began = self.next_byte = 0.0
         self._hosts, self._harm = hosts, harm
         self._sent = [host.line.bytes_out for host in hosts]
         self._blocks = draws.choice(sorted({host.process.blocks for host in hosts}))
         self._share = draws.uniform(0.05, 0.5)  # of the text that is there before
         self._pause = draws.uniform(0, 1.5e-3) * max(host.line.rtt_ms for host in hosts)
-        self._struck: asyncio.Task[Host] | None = None
+        self._struck: asyncio.Task[StageHost] | None = None
 
     def told(self, there: int, whole: int) -> None:
-        """So much of the text is there."""
+        """Call it with the number of bytes written so far."""
         if self.began and not self.next_byte:
             self.next_byte = time.perf_counter()
         if self._struck is None and there >= self._share * whole:
             self._struck = asyncio.create_task(self._strike())
 
-    async def _strike(self) -> Host:
+    async def _strike(self) -> StageHost:
         await asyncio.sleep(self._pause)
         holders = [n for n, host in enumerate(self._hosts) if host.process.blocks == self._blocks]
         host = self._hosts[
@@ -255,8 +256,8 @@ class Blow:
         self.began = await host.harm(self._harm)
         return host
 
-    async def over(self) -> Host | None:
-        """Whom it met; None if the text was there before."""
+    async def over(self) -> StageHost | None:
+        """The host that failed; None if the answer ended before."""
         if self._struck is None:
             return None
         if not self.began:
@@ -266,8 +267,8 @@ class Blow:
         return None
 
 
-async def _without_replica(entry: Entry, hosts: Sequence[Host], prompt: Prompt) -> Result:
-    """All holders of a block are gone: the answer goes on and says so, or fails in time if it must not; then they are back."""
+async def _without_replica(entry: Entry, hosts: Sequence[StageHost], prompt: Prompt) -> Result:
+    """All holders of a block fail: the answer is degraded, or refused in time; then they return."""
     for host in hosts:
         await host.back()
     request = Way("", "fan", "exact").request(prompt, len(prompt.real))

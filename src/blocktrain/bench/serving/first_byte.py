@@ -1,4 +1,4 @@
-"""How long a long prompt takes until its first byte is answered, as the model is spread over more hosts; its weights do not matter."""
+"""Time to the first byte after a long prompt, over two and four hosts, with random weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measure_first_byte(
     repeats: int,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Result:
-    """Medians for two hosts and for four: of the fan, and of the end-to-end model as a ring beside it."""
+    """Medians for two and for four hosts: of the fan, and of the end-to-end model as a ring."""
     config = make_config(dict(SHAPES[scale]))
     run = untrained(folder, config)
     prompt = Prompt(

@@ -1,7 +1,8 @@
-"""`bench serving --shape`: the logical shape of a large model as a ring, a sweep for the whole output against one for every byte.
+"""`bench serving --shape`: the logical shape of a large model as a ring.
 
-The stages, the frames, the lines, the caches and every multiplication are those of a model of that size. The memory for its weights
-is not there: all layers read the same ones.
+One sweep for the whole output is compared with one for every byte. Stages, frames, lines, caches
+and every multiplication are those of a model of that size. Only the weights are not: all layers
+share the weights of one layer.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ WIRE: frames.Wire = "fp16"
 HOUR = 3600.0
 LONG_SECONDS = 1800.0
 PROVES = (
-    "that stages, frames, lines, caches and schedule carry a model of this width and depth, and what its arithmetic takes on this machine; "
+    "that stages, frames, lines, caches and schedule carry a model of this width and depth, "
+    "and what its arithmetic takes on this machine; "
     "same_choices counts the bytes that one traversal for all and one for each agree on"
 )
-NOT_PROVED = "anything about quality, about memory (all layers share one layer's weights), or about a graphics card"
+NOT_PROVED = (
+    "anything about quality, about memory (all layers share one layer's weights), "
+    "or about a graphics card"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,10 @@ def large(options: LargeOptions, command: str) -> Result:
     shape = parse_shape(options.shape, options.hosts)
     config = shape.config(options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)
-    said = f"{shape.parameters / 1e9:.4g}B parameters: {shape.blocks} blocks of {shape.layers} layers, {shape.width} wide"
+    said = (
+        f"{shape.parameters / 1e9:.4g}B parameters: "
+        f"{shape.blocks} blocks of {shape.layers} layers, {shape.width} wide"
+    )
     console.print(
         f"{said}; one layer of {shape.buffer_bytes / 2**30:.2f} GiB is really there",
         highlight=False,
@@ -229,7 +237,7 @@ def _host(shape: Shape, config: Config, path: Path, number: int, threads: int) -
 def hold(
     control: Connection, shape: Shape, config: Config, path: Path, number: int, threads: int
 ) -> None:
-    """The work of a host's process: the same stage as `blocktrain stage`, whose layers are one, until nobody is there to serve."""
+    """A host's process: the same stage as `blocktrain stage`, until its parent is gone."""
     torch.set_num_threads(threads)
     holding = ReferenceLayers(
         config, shared_model(shape, config, path), [number], model_hash(shape)
@@ -264,7 +272,7 @@ def held_gib(pids: Sequence[int]) -> float:
 async def _measure(
     options: LargeOptions, config: Config, ring: _Ring, told: Callable[[str, Result], None]
 ) -> tuple[list[Result], int]:
-    """Autoregressive first; the sweep then chooses all bytes of that text at once, so that they can be compared."""
+    """Autoregressive first; the sweep then chooses all bytes of that text again, at once."""
     lines = [StageLine(name, ring.access) for name in ring.names]
     try:
         for line in lines:

@@ -27,7 +27,7 @@ MARKS = {"fan": "o", "ring": "s", "star": "*"}
 
 
 def serving(options: ServingOptions, run: Path | None, command: str, slots: int) -> Result:
-    """See `bench.serving`; leaves serving.json and serving.png in the folder, and the model where none was given."""
+    """See `serving.serving`; writes JSON, plot, and the model if none was given, to the folder."""
     options.folder.mkdir(parents=True, exist_ok=True)
     subject = Subject(
         options,
@@ -69,13 +69,14 @@ def _share(bars: JobBars, name: str, share: float) -> None:
 
 
 def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> Path:
-    """The run of a scale with its end-to-end reference, trained once; an interrupted training goes on."""
+    """The run of a scale with its reference, trained once. Continues an interrupted training."""
     config = make_config({**SCALES[scale], "compose": "fuse", "seed": seed})
     if folder.exists():
         run, *known, _ = open_run(folder)
         if known != [config, source.spec]:
             raise RunError(
-                f"{folder} holds another model; name another folder with --out, or serve it with --run {folder}"
+                f"{folder} holds another model; "
+                f"name another folder with --out, or serve it with --run {folder}"
             )
     else:
         run = create_run(folder, config, source.spec, reference=True)

@@ -1,4 +1,4 @@
-"""Quality of text that a model writes: bits per byte under the end-to-end model, beside real text, with diversity."""
+"""Quality of text that a model writes: bits per byte under the end-to-end model, and diversity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def judge_samples(
     seed: int,
     progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """A row for real text, for autoregressive samples, and for `sweep` after 1, 2 and 4 traversals, on the same prompts."""
+    """Rows for real, autoregressive, swept and drafted text after the same prompts."""
     context = model.config.context
     prompt_size, size = context // 4, context - context // 4
     starts = [i * (len(valid) - context) // count for i in range(count)]

@@ -1,7 +1,7 @@
-"""The figures behind every serving claim: text per second over lines of any length, in every mode, and how good and how exact it is.
+"""Figures of serving: text per second by round trip and mode, its quality, and whether it is exact.
 
-The entry is this process; the blocks are in real `blocktrain stage` processes, each behind a shaped line of its own. All modes and
-models go over the same frames, warm connections and caches.
+The entry is this process; the blocks are in real `blocktrain stage` processes, each behind its own
+shaped link. All modes and models use the same frames, warm connections and caches.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SIZES = {"standard": Sizes(), "tiny": Sizes(2, 1, 4, 2, 2, 40, 40, 2)}
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What `bench serving` was asked for."""
+    """Options of `bench serving`."""
 
     folder: Path
     scale: str
@@ -114,7 +114,8 @@ class Subject:
         self.manifest = read_manifest(self.run)
         if self.config.traits.topology == "ring" or self.config.independent < 2:
             raise ConfigError(
-                "bench serving asks a fan: give it a run composed by fuse or pool with two blocks or more beside the fusion"
+                "bench serving asks a fan: give it a run composed by fuse or pool "
+                "with two blocks or more beside the fusion"
             )
         if self.options.hosts < 2:
             raise ConfigError("bench serving needs an entry and a stage: give it --hosts 2 or more")
@@ -184,7 +185,7 @@ class Subject:
 
 @dataclass
 class Near:
-    """What is measured without lines: it holds on all of them."""
+    """What is measured without shaped links; it holds for all of them."""
 
     texts: dict[Way, list[bytes]]
     bits: dict[str, float]  # per byte under the end-to-end model, by name
@@ -195,7 +196,7 @@ class Near:
 
 @dataclass
 class Far:
-    """What is measured on one line."""
+    """What is measured on one link."""
 
     rows: list[Result]
     users: list[Result]
@@ -217,7 +218,7 @@ def measure_serving(subject: Subject, told: Told) -> Result:
         for rtt_ms in options.rtt_ms:
             link = options.link(rtt_ms)
             with links(fan, link) as fan_lines, links(ring[1:], link) as ring_lines:
-                place = Place(subject, near, fan_lines, ring[:1], ring_lines, link)
+                place = LinkSetup(subject, near, fan_lines, ring[:1], ring_lines, link)
                 far.append(asyncio.run(_far(place, partial(_share, told, f"{rtt_ms:g} ms"))))
     rows = [row for found in far for row in found.rows]
     agreement = near.agreement
@@ -299,7 +300,7 @@ async def _near(
 async def _texts(
     subject: Subject, entry: Entry, progress: Callable[[float], None]
 ) -> dict[Way, list[bytes]]:
-    """What each way writes; on any line it must write the same."""
+    """What each way writes. It must write the same over every link."""
     texts: dict[Way, list[bytes]] = {}
     ways = subject.fan_ways
     for done, way in enumerate(ways, 1):
@@ -388,8 +389,8 @@ async def _costs(
 
 
 @dataclass(frozen=True)
-class Place:
-    """A line's length, and what is reached over it."""
+class LinkSetup:
+    """A link, and the stages behind it."""
 
     subject: Subject
     near: Near
@@ -399,7 +400,7 @@ class Place:
     link: Link
 
 
-async def _far(place: Place, progress: Callable[[float], None]) -> Far:
+async def _far(place: LinkSetup, progress: Callable[[float], None]) -> Far:
     subject, rtt_ms = place.subject, place.link.rtt_ms
     ways = [*subject.fan_ways, *subject.reference_ways]
     found: list[Measured] = []
@@ -460,8 +461,8 @@ def _exact(found: Sequence[Measured]) -> Measured:
     return next(each for each in found if each.way.mode == "exact")
 
 
-def _row(place: Place, found: Measured) -> Result:
-    """With what the cost model says, the quality, and how many texts are not those that were written without a line."""
+def _row(place: LinkSetup, found: Measured) -> Result:
+    """With the prediction, the quality, and how many texts differ from those without a link."""
     subject, near, way = place.subject, place.near, found.way
     row = found.row(place.link.rtt_ms)
     row["predicted"] = near.costs.predicted(

@@ -1,4 +1,4 @@
-"""The logical shape of a model that no machine here can hold: real widths and depth, and one layer's buffer for all layers."""
+"""The logical shape of a very large model: real width and depth, one buffer for all layers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def parse_shape(text: str, blocks: int) -> Shape:
 
 @contextmanager
 def buffer(folder: Path, shape: Shape) -> Iterator[Path]:
-    """A file with one layer's weights, filled so that activations neither grow nor vanish; gone afterwards."""
+    """A temporary file with one layer's weights; activations neither grow nor vanish with them."""
     path = folder / "layer.bin"
     tile = np.random.default_rng(0).standard_normal(TILE, dtype=np.float32)
     deep = (2 * shape.blocks * shape.layers) ** -0.5
@@ -100,7 +100,8 @@ def buffer(folder: Path, shape: Shape) -> Iterator[Path]:
         yield path
     except OSError as error:
         raise RunError(
-            f"cannot write {path}: {error.strerror or error}; it needs {shape.buffer_bytes / 1e9:.1f} GB"
+            f"cannot write {path}: {error.strerror or error}; "
+            f"it needs {shape.buffer_bytes / 1e9:.1f} GB"
         ) from None
     finally:
         path.unlink(missing_ok=True)
@@ -113,7 +114,7 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def shared_model(shape: Shape, config: Config, path: Path) -> IndependentBlock:
-    """The whole model; every layer is the same one, and its weights are in the file, which all processes map."""
+    """The whole model. All layers share the weights in the file, which all processes map."""
     count = shape.buffer_bytes // 4
     mapped = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32)
     weights: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Stages as they are: `blocktrain stage` in processes of their own, behind links as bad as one asks for."""
+"""Real `blocktrain stage` processes behind shaped links."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StageProcess:
         )
 
     def wait(self) -> None:
-        """Until it listens."""
+        """Wait until it listens."""
         if self._process is None or self._process.stdout is None:
             raise RunError("a stage that was not launched cannot be waited for")
         ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
@@ -63,23 +63,20 @@ class StageProcess:
         if not line:
             self.kill()
             self.log.seek(0)
-            raise RunError(
-                f"a stage did not start: {self.log.read()[-500:].strip() or 'it said nothing in time'}"
-            )
+            reason = self.log.read()[-500:].strip() or "it said nothing in time"
+            raise RunError(f"a stage did not start: {reason}")
         self.address = json.loads(line)["address"]
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return parse_address(self.address)[1]
 
     def kill(self) -> None:
-        """kill -9."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Stop it, kindly if it listens to that."""
+        """Terminate it, or kill it if it does not react."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -92,7 +89,7 @@ class StageProcess:
             process.stdout.close()
 
     def restart(self) -> None:
-        """Again, at the same address; the one before must be dead, or soon be."""
+        """Start it again at the same address. It must have been killed before."""
         if self._process is not None:
             self._process.wait(STOP_SECONDS)
             if self._process.stdout is not None:
@@ -105,7 +102,7 @@ class StageProcess:
 def stages(
     run: Path, groups: Sequence[Sequence[int]], *, reference: bool = False
 ) -> Iterator[list[StageProcess]]:
-    """A stage for each group of blocks, as long as the block lasts."""
+    """A stage process for each group of blocks."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
         found = [StageProcess(run, tuple(group), log, reference) for group in groups]
@@ -119,13 +116,13 @@ def stages(
 
 @contextmanager
 def links(targets: Sequence[StageProcess], link: Link) -> Iterator[list[Shaped]]:
-    """A line of its own to each stage."""
+    """A shaped link to each stage."""
     with ExitStack() as stack:
         yield [stack.enter_context(shaped(LOCALHOST, stage.port, link)) for stage in targets]
 
 
 def names(lines: Sequence[Shaped]) -> list[str]:
-    """Stages as they are called through their links."""
+    """The addresses of the stages behind their links."""
     return [f"{line.host}:{line.port}" for line in lines]
 
 
@@ -135,7 +132,7 @@ def carried(lines: Sequence[Shaped]) -> int:
 
 
 def split(numbers: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
-    """Neighbouring blocks for each host, as evenly as it goes; the first hosts have one more. No host is without."""
+    """Neighbouring blocks for each host, evenly; the first may have one more, none is empty."""
     hosts = min(hosts, len(numbers))
     size, more = divmod(len(numbers), hosts)
     ends = [n * size + min(n, more) for n in range(hosts + 1)]

@@ -1,4 +1,4 @@
-"""How many workers one coordinator bears: a real coordinator process, a swarm of simulated workers, and how long everybody waited.
+"""How many workers one coordinator can serve: a real process, and a swarm of simulated workers.
 
 Then large transfers, by the same client that workers use (see `transfers`).
 """
@@ -57,7 +57,7 @@ class SwarmOptions:
     seed: int = 0
 
     def load(self, host: str, port: int) -> Load:
-        """A heartbeat every 10 s and a task every minute; faster where the bench is shorter than that, so that all calls are made."""
+        """A heartbeat every 10 s and a task every minute; more often if the bench is shorter."""
         return Load(
             host,
             port,
@@ -75,7 +75,7 @@ class SwarmOptions:
 
     @property
     def replicas(self) -> int:
-        """Rounds of half a task's time: fast enough to be seen, slow enough that no honest update is too stale to count."""
+        """Rounds of half a task's time: several close, and no honest update is too stale."""
         return max(1, round(self.workers / self.blocks / 2))
 
     @property
@@ -106,7 +106,7 @@ class SwarmOptions:
 
 @dataclass
 class Vitals:
-    """A process looked at once a second, from outside: its memory and its share of a core; and what the machine lost meanwhile."""
+    """Samples a process once a second: memory, share of a core; and stolen time of the machine."""
 
     pid: int
     memory_mb: list[float] = field(default_factory=list)
@@ -142,11 +142,11 @@ def _machine_times() -> str:
 
 
 def stolen_share(before: str, after: str) -> float:
-    """Of the machine's processor time between two first lines of /proc/stat, what its hypervisor gave to others.
+    """The share of processor time that the hypervisor gave to other machines.
 
-    So that a slow coordinator can be told from a machine that was taken away.
+    Takes two first lines of /proc/stat. It tells a slow coordinator from a slow machine.
     """
-    # user, nice, system, idle, iowait, irq, softirq, steal; a guest's time, which follows, is part of user
+    # user nice system idle iowait irq softirq steal; the time of guests, which follows, is in user
     passed = [
         int(new) - int(old)
         for old, new in zip(before.split()[1:9], after.split()[1:9], strict=True)
@@ -305,7 +305,8 @@ def _allow_connections(workers: int) -> None:
     needed = workers + 256
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RunError(
-            f"{workers} workers need {needed} open files and this system allows {hard}; raise it with `ulimit -Hn` as root"
+            f"{workers} workers need {needed} open files and this system allows {hard}; "
+            "raise it with `ulimit -Hn` as root"
         )
     if soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -362,7 +363,7 @@ def _over_time(load: Load, notes: Notes) -> list[Result]:
 
 
 def vitals_result(vitals: Vitals, load: Load) -> Result:
-    """Memory, and whether it has stopped growing: by little, over the second half of the time in which all are there."""
+    """Memory, and whether it stopped growing in the second half of the time with all workers."""
     whole = vitals.memory_mb
     gathered = min(len(whole) - 1, math.ceil(load.gathering / SAMPLE_SECONDS))
     steady = whole[gathered + (len(whole) - gathered) // 2 :]

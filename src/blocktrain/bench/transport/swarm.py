@@ -1,7 +1,7 @@
-"""Many workers in one process: real keys, real messages, real payloads, no training. What they wait for is written down.
+"""Many workers in one process: real keys, messages and payloads, no training. Calls are timed.
 
-The client is as small as HTTP/1.1 allows, so that the coordinator is measured and not its load. Every worker has a connection and a source
-address of its own, as workers elsewhere would.
+The client is as small as HTTP/1.1 allows, so that the coordinator is measured and not its load.
+Every worker has its own connection and source address, like workers on other machines.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Load:
     seed: int = 0
     heartbeat: float = 10.0
     task: float = 60.0
-    churn: float = 0.01  # share of the workers that leave, and of new ones that join, in every heartbeat's time
+    churn: float = 0.01  # share of workers that leave and join in the time of a heartbeat
 
     @property
     def gathering(self) -> float:
-        """Seconds until all have joined: as long as a task, so that their tasks do not end all at once."""
+        """Seconds until all have joined. A task's time, so that tasks do not all end at once."""
         return self.task
 
 
@@ -83,7 +83,7 @@ class HttpLine:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self, name: str, head: str, body: bytes = b"") -> bytes:
-        """Send a request, wait for its whole answer and note how long that took; `head` is the first line and headers of its own."""
+        """Send a request and time its answer; `head` is the first line and special headers."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 reader, writer = self._streams or await self._open()
@@ -216,7 +216,7 @@ def submission(
 
 
 class SimulatedWorker:
-    """Joins, takes tasks, says how far it is, sends an update when the time of the task is over; until it is told to go."""
+    """Joins, takes tasks, sends heartbeats, and an update when the time of the task is over."""
 
     def __init__(self, shared: Shared, number: int) -> None:
         self._load, self._notes, self._shared = shared.load, shared.notes, shared
@@ -239,7 +239,7 @@ class SimulatedWorker:
         self._going.set()
 
     async def live(self) -> None:
-        """From joining to leaving. What fails is noted; the worker then asks for something else to do, as a real one does."""
+        """From joining to leaving. After an error it asks for another task, like a real worker."""
         todo: m.Task | m.Wait | None = None
         while not self._going.is_set():
             try:
@@ -320,7 +320,10 @@ class SimulatedWorker:
         ).have
         for index, chunk in enumerate(split(payload, task.chunk_bytes)):
             if index not in have:
-                head = f"PUT /v1/uploads/{task.task}/{index} HTTP/1.1{ticket}\r\n{m.DIGEST_HEADER}: {sha256(chunk)}"
+                head = (
+                    f"PUT /v1/uploads/{task.task}/{index} HTTP/1.1{ticket}\r\n"
+                    f"{m.DIGEST_HEADER}: {sha256(chunk)}"
+                )
                 await self._line.call("upload", head, chunk)
         said = submission(self._me, self._reply, task, payload, seconds)
         try:
@@ -424,7 +427,7 @@ def _now_ms() -> int:
 
 
 def swarm_process(connection: Connection, load: Load) -> None:
-    """The entry of a load process: says that it is there, waits for a word, runs, and sends its notes."""
+    """Main function of a load process: report ready, wait for the start, run, send the notes."""
     gc.disable()  # the pauses would be taken for the coordinator's
     connection.send("here")
     connection.recv()

@@ -1,4 +1,4 @@
-"""How fast large blobs and updates move: by the worker's own client, on loopback and over a long line, against a raw TCP copy."""
+"""Speed of large blobs and updates with the worker's client, compared with a raw TCP copy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TransferOptions:
 def measure_transfers(
     options: TransferOptions, progress: Callable[[float], None] = lambda _: None
 ) -> Result:
-    """Megabytes a second up and down, and their ratio to a raw copy of as many bytes over the same line."""
+    """Megabytes per second up and down, and their ratio to a raw copy over the same link."""
     with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as made:
         folder = Path(made)
         corpus = folder / "corpus.txt"
@@ -108,7 +108,7 @@ def measure_transfers(
 
 
 class _Customer:
-    """A worker that trains nothing, with the client that real ones use; its update is random, and counts."""
+    """A worker that trains nothing, with the real client. Its random update counts."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.client, self._seed, self._me = HttpClient(url), seed, new_identity()

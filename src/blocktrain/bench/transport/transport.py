@@ -1,4 +1,4 @@
-"""The figures behind every transport claim: the same bytes when replayed, more workers, distant hosts, smaller updates, outer steps.
+"""Figures of transport: replay, more workers, distant hosts, smaller updates, outer steps.
 
 Every part is made of trials: real runs over HTTP. A trial that is done is not run again.
 """
@@ -16,7 +16,7 @@ from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import open_folder
 from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.transport.trial import (
-    Place,
+    Placement,
     Result,
     Told,
     Trial,
@@ -75,15 +75,16 @@ PAPER: dict[str, Result] = {
     "ladder": {"says": "full-precision checkpoints and updates"},
     "outer": {"says": "plain averaging of same-block replicas"},
     "differs": {
-        "says": "byte-level WikiText too, but a larger model, longer training and three public hosts; here a small model on one machine, "
-        "WikiText-2, hosts behind shaped links, int4 updates: compare the differences and the bytes per step, not the levels"
+        "says": "byte-level WikiText too, but a larger model, longer training and three public "
+        "hosts; here a small model on one machine, WikiText-2, hosts behind shaped links, int4 "
+        "updates: compare the differences and the bytes per step, not the levels"
     },
 }
 
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What `bench transport` was asked for."""
+    """Options of `bench transport`."""
 
     folder: Path
     scale: str
@@ -102,7 +103,9 @@ class TransportOptions:
         """A model of the scale."""
         return make_config({**self.sizes.model, **settings, "seed": seed})
 
-    def trial(self, name: str, config: Config, policy: Policy, places: Sequence[Place]) -> Trial:
+    def trial(
+        self, name: str, config: Config, policy: Policy, places: Sequence[Placement]
+    ) -> Trial:
         """A run of this bench."""
         return Trial(
             self.folder / name, config, policy, self.source, tuple(places), self.sizes.valid_bytes
@@ -118,10 +121,13 @@ def measure(options: TransportOptions, told: Told) -> Result:
 
 
 def measure_replay(options: TransportOptions, told: Told) -> Result:
-    """A run over HTTP, then its ledger trained and merged again in this process on one thread: the same hashes, or not."""
+    """Whether a run over HTTP gets the same hashes when its ledger is trained and merged again."""
     config = options.config(options.seeds[0], blocks=4, steps=options.sizes.replay_steps)
     trial = options.trial(
-        "replay", config, Policy(task_seconds=options.sizes.host_task_seconds / 3), [Place()] * 3
+        "replay",
+        config,
+        Policy(task_seconds=options.sizes.host_task_seconds / 3),
+        [Placement()] * 3,
     )
 
     def replayed(done: Trial) -> Result:
@@ -157,7 +163,7 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
 
 
 def measure_workers(options: TransportOptions, told: Told) -> Result:
-    """Six workers on three blocks against three, at equal steps per worker and at equal text in all."""
+    """Six workers on three blocks against three, at equal steps per worker and at equal text."""
     sizes = options.sizes
     rows = []
     for name, count, steps in (
@@ -167,7 +173,7 @@ def measure_workers(options: TransportOptions, told: Told) -> Result:
     ):
         config = options.config(options.seeds[0], blocks=3, compose="pool", steps=steps)
         result = run_trial(
-            options.trial(name, config, Policy(task_steps=sizes.task_steps), [Place()] * count),
+            options.trial(name, config, Policy(task_steps=sizes.task_steps), [Placement()] * count),
             told,
         )
         trained = sum(w["accepted"] for w in result["workers"])
@@ -194,7 +200,7 @@ def measure_hosts(options: TransportOptions, told: Told) -> Result:
     config = options.config(options.seeds[0], blocks=4, steps=sizes.host_steps)
     policy = Policy(task_seconds=sizes.host_task_seconds)
     places = [
-        Place(n % options.host_count, SLOW if n % 5 == 4 else 1.0)
+        Placement(n % options.host_count, SLOW if n % 5 == 4 else 1.0)
         for n in range(-(-max(5, options.host_count) // 5) * 5)
     ]
     trial = options.trial(
@@ -230,7 +236,7 @@ def measure_hosts(options: TransportOptions, told: Told) -> Result:
 
 
 def measure_ladder(options: TransportOptions, told: Told) -> Result:
-    """Every way to send an update, one worker per block, everything else the same: what it saves and what it costs."""
+    """What every compression saves and costs, with one worker per block."""
     sizes = options.sizes
     seeds = options.seeds[: sizes.ladder_seeds]
     found: dict[str, list[Result]] = {rung: [] for rung in RUNGS}
@@ -242,7 +248,7 @@ def measure_ladder(options: TransportOptions, told: Told) -> Result:
             )
             found[rung].append(
                 run_trial(
-                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Place()] * 2), told
+                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Placement()] * 2), told
                 )
             )
     rows = []
@@ -280,7 +286,7 @@ def smallest(rows: Sequence[Result], bound: float = BOUND) -> str:
 
 
 def measure_outer(options: TransportOptions, told: Told) -> Result:
-    """Plain averaging against an outer Nesterov step, two replicas a block, short and long tasks."""
+    """Averaging against an outer Nesterov step: two replicas a block, short and long tasks."""
     sizes = options.sizes
     rows = []
     for steps in sizes.outer_tasks:
@@ -290,7 +296,7 @@ def measure_outer(options: TransportOptions, told: Told) -> Result:
             )
             policy = Policy(outer=outer, task_steps=steps, replicas=2)
             result = run_trial(
-                options.trial(f"outer-{outer}-{steps}", config, policy, [Place()] * 4), told
+                options.trial(f"outer-{outer}-{steps}", config, policy, [Placement()] * 4), told
             )
             moved = {
                 "gb": _gb(result),
@@ -329,7 +335,7 @@ def trials(options: TransportOptions) -> int:
 
 
 def plot_transport(path: Path, result: Result) -> bool:
-    """Loss over bytes of the distant hosts, and what the rungs of the ladder save and cost; False where neither was measured."""
+    """Plot loss over bytes, and the ladder; False if neither was measured."""
     drawn = [part for part in ("hosts", "ladder") if part in result]
     if not drawn:
         return False

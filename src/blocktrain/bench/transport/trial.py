@@ -1,7 +1,7 @@
 """One run over HTTP with real workers, timed: what the transport benches are made of.
 
-The coordinator answers on a socket, every worker is a process with a key, a cache and a connection of its own. A finished trial leaves
-`result.json` in its folder; an unfinished one begins again.
+The coordinator listens on a socket; every worker is a process with its own key, cache and
+connection. A finished trial leaves `result.json` in its folder; an unfinished one starts again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SAMPLE_SECONDS = 2.0  # between two points of the curve of loss over bytes
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker of a trial is."""
+class Placement:
+    """The host of a worker, and its speed."""
 
     host: int | None = None  # number of the distant host; None: beside the coordinator
     slow: float = 1.0  # so many times slower than the others
@@ -56,7 +56,7 @@ class Trial:
     config: Config
     policy: Policy
     source: Source
-    places: tuple[Place, ...]
+    places: tuple[Placement, ...]
     valid_bytes: int | None = None
     link: Link | None = None  # of every distant host
     from_start: bool = False  # also evaluate version 0
@@ -77,7 +77,7 @@ class Trial:
 def run_trial(
     trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
 ) -> Result:
-    """Train the run of a trial to its end and measure it; `after` may look at the coordinator's folder and add to the result."""
+    """Train and measure a run; `after` may read the coordinator's folder and add to the result."""
     kept = trial.folder / "result.json"
     if kept.exists() and (found := read_json(kept)).get("settings") == trial.settings:
         return found
@@ -126,8 +126,8 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, told: Told) -> Result:
 
     began = time.monotonic()
     with running(coordinator, Listen()) as url, _network(trial, url) as network, brake, curve:
-        seats = [_seat(trial, n, url, network) for n in range(len(trial.places))]
-        run_jobs([Job(seat.name, work, (seat,)) for seat in seats], len(seats), on_message)
+        jobs = [_worker_job(trial, n, url, network) for n in range(len(trial.places))]
+        run_jobs([Job(job.name, work, (job,)) for job in jobs], len(jobs), on_message)
         seconds = time.monotonic() - began
         passed = [host.shaped.counters() for host in network]
     status = coordinator.status()
@@ -139,7 +139,7 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, told: Told) -> Result:
         "updates": sum(block.accepted for block in status.blocks),
         "late": sum(block.late for block in status.blocks),
         "refusals": dict(status.refusals),
-        "workers": [sheets[seat.name] for seat in seats],
+        "workers": [sheets[job.name] for job in jobs],
         "curve": curve.points,
         "kind": network[0].kind if network else None,
         "wire_bytes": sum(link.up + link.down for link in passed),
@@ -157,15 +157,15 @@ def _network(trial: Trial, url: str) -> Iterator[list[Host]]:
         yield found
 
 
-def _seat(trial: Trial, index: int, url: str, network: Sequence[Host]) -> Seat:
+def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> WorkerJob:
     place, name = trial.places[index], f"worker-{index + 1}"
     host = None if place.host is None else network[place.host]
     namespace = host.name if host and host.kind == "namespaces" else ""
-    return Seat(host.url if host else url, trial.folder / "caches" / name, name, namespace)
+    return WorkerJob(host.url if host else url, trial.folder / "caches" / name, name, namespace)
 
 
 class _Curve:
-    """Where the run is, looked at from time to time: seconds, bytes moved, mean loss of the blocks."""
+    """Samples the run: seconds, bytes moved, mean loss of the blocks."""
 
     def __init__(self, coordinator: WatchedCoordinator, trial: Trial, told: Told) -> None:
         self.points: list[tuple[float, int, float]] = []
@@ -201,8 +201,8 @@ class _Curve:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a worker process is told."""
+class WorkerJob:
+    """The arguments of a worker process."""
 
     url: str
     cache: Path
@@ -210,16 +210,16 @@ class Seat:
     namespace: str
 
 
-def work(channel: Channel, seat: Seat) -> None:
-    """The work of one worker's process, until the run is finished."""
+def work(channel: Channel, job: WorkerJob) -> None:
+    """Main function of a worker process, until the run is finished."""
     torch.set_num_threads(1)
-    if seat.namespace:
-        enter(seat.namespace)
+    if job.namespace:
+        enter(job.namespace)
     channel.send(pid=os.getpid())
     sheet = Timesheet()
-    client = HttpClient(seat.url)
-    with own_identity(seat.cache) as identity:
-        Worker(client, seat.cache, identity, Machine("cpu", 0, seat.name), sheet.told).run(
+    client = HttpClient(job.url)
+    with own_identity(job.cache) as identity:
+        Worker(client, job.cache, identity, Machine("cpu", 0, job.name), sheet.told).run(
             lambda: channel.stopped
         )
     client.close()
@@ -228,7 +228,7 @@ def work(channel: Channel, seat: Seat) -> None:
 
 @dataclass
 class Timesheet:
-    """What a worker does with its time. Told from several threads, but of training only from one."""
+    """How a worker spends its time. Several threads report, but only one reports training."""
 
     began: float = 0.0
     training: float = 0.0  # seconds between the beginning of a task and its last step
@@ -243,7 +243,7 @@ class Timesheet:
     _steps: dict[int, int] = field(default_factory=dict)  # by task
 
     def told(self, kind: str, /, **fields: Any) -> None:
-        """Something happened."""
+        """Takes one event of the worker."""
         now = time.monotonic()
         if kind == "joined" and not self.began:
             self.began = now
