@@ -171,8 +171,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C must reach what tests start, also where the suite runs in the background."""
+    config.addinivalue_line("markers", "xdist_group(name): runs on one core with its group")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
