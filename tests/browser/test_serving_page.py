@@ -251,6 +251,8 @@ def test_what_is_lost_is_told(browser: Browser, run: Path) -> None:
         assert visit.page.locator("#degraded").is_hidden()
         stage.process.kill()
         visit.waits_for("#hosts .state", "lost")
+        visit.waits_for("#pill", "degraded: block 2")
+        assert "partial" in str(visit.page.locator("#pill").get_attribute("class"))
         text = write(visit, "the ")
         assert "Block 2 did not take part" in visit.text("#degraded") and len(text) == 30
         assert "degraded" in visit.text("#answers tbody tr:first-child")

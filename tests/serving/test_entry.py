@@ -409,8 +409,9 @@ def _fused(
 
 @in_a_loop
 async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_again(
-    runs: dict[str, Path],
+    runs: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "blocktrain.entry")
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         port = int(stages[1].address.rpartition(":")[2])
         text, stats = await interrupted(entry, 8, stages[1].aclose, 30)
@@ -419,6 +420,8 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
         assert (len(text), stats.degraded, stats.failovers) == (30, (3,), 1)
         text, stats = await write(entry, 20)
         assert (text, stats.degraded, stats.failovers) == (without(FUSE, 3, 20), (3,), 0)
+        assert entry.missing_blocks() == [3] and entry.unreachable() == [stages[1].address]
+        assert "degraded: no stage holds block 3" in caplog.messages[-1]
 
         back = Stage(serve_blocks(RunModel(runs["fuse"]), (3,)))
 
@@ -434,6 +437,9 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
             assert piece.stats.degraded == (3,)
         text, stats = await write(entry, 30)
         assert (text, stats.degraded) == (whole, ())
+        assert entry.missing_blocks() == []
+        assert f"stage {back.address} is back (block 3)" in caplog.messages
+        assert "all blocks have a holder again" in caplog.messages[-1]
         await back.aclose()
 
 

@@ -446,8 +446,16 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
             assert f"the {''.join(chunk.choices[0].text for chunk in stream)}\n" == alone.stdout
             hosts = {host["name"]: host for host in entry.status()["hosts"]}
             assert all(hosts[name]["alive"] for name in route.split(","))
+            assert ready(entry) == (
+                200,
+                {"state": "ready", "status": "ready", "missing_blocks": []},
+            )
             _killed(api, other)
-            answer = api.completions.create(model="small", prompt="the ", max_tokens=20, seed=9)
+            raw = api.completions.with_raw_response.create(
+                model="small", prompt="the ", max_tokens=20, seed=9
+            )
+            assert raw.headers["x-blocktrain-degraded"] == "block 3"
+            answer = raw.parse()
             assert answer.model_extra is not None and answer.model_extra["blocktrain"][
                 "degraded"
             ] == [3]
@@ -457,7 +465,32 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
                 "model": "small",
                 "missing_blocks": [3],
             }
+            expected = {"state": "degraded", "status": "degraded: block 3", "missing_blocks": [3]}
+            assert ready(entry) == (200, expected)
+            assert entry.status()["missing_blocks"] == [3]
+            assert streamed_header(entry) == "block 3"
             assert entry.interrupt() == 0
+    log = (run.parent / "serve.err").read_text()
+    assert f"lost stage {other.said['address']} (block 3)" in log
+    assert "degraded: no stage holds block 3" in log
+
+
+def ready(entry: Process) -> tuple[int, dict[str, Any]]:
+    answer = httpx2.get(f"{entry.url}/readyz", timeout=PATIENCE)
+    return answer.status_code, answer.json()
+
+
+def streamed_header(entry: Process) -> str:
+    body = {"model": "small", "prompt": "the ", "max_tokens": 4, "stream": True}
+    answer = httpx2.post(f"{entry.url}/v1/completions", json=body, timeout=PATIENCE)
+    return str(answer.headers["x-blocktrain-degraded"])
+
+
+def test_an_unreachable_stage_is_named_at_the_start(run: Path, tmp_path: Path) -> None:
+    here = ("--listen", "127.0.0.1:0")
+    with started("serve", str(run), "--route", "127.0.0.1:9", *here, cwd=tmp_path) as entry:
+        assert ready(entry)[1]["state"] == "ready"  # the entry computes the blocks itself
+    assert "no stage answers at 127.0.0.1:9" in (tmp_path / "serve.err").read_text()
 
 
 def _killed(api: openai.OpenAI, stage: Process) -> None:

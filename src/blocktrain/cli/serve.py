@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import ssl
 from collections.abc import Callable, Coroutine
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from blocktrain.web.server import Where
 
 ASK_SECONDS = 5.0  # a coordinator has this long to answer
+log = logging.getLogger("blocktrain.serve")
 
 
 @dataclass(frozen=True)
@@ -255,11 +257,26 @@ async def _serve(
     from blocktrain.web.server import AppServer
 
     server = AppServer(build_app(entry, rules), listen)  # first: the port may be taken
+    _log_to_stderr()
     await entry.start()
+    for name in entry.unreachable():
+        effect = "its blocks are computed here until it comes"
+        if not entry.fan:
+            effect = "answers fail until it comes"
+        log.warning("no stage answers at %s: %s", name, effect)
     defaults = rules.defaults
     entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
     # Announced by the running server: a reader of the announcement may stop it at once.
     await server.serve(lambda: announce(server.url))
+
+
+def _log_to_stderr() -> None:
+    """Losses and returns of stages are worth a line each, with the time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("blocktrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _announce(url: str, model: str, json_: bool) -> None:

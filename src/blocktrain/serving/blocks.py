@@ -247,6 +247,12 @@ def serve_blocks(source: ModelSource, numbers: Sequence[int] = ()) -> ServedBloc
     return make(config, source.load_blocks(numbers), source.model)
 
 
+def name_blocks(numbers: Iterable[int]) -> str:
+    """block 3, or blocks 2, 3."""
+    names = [str(number) for number in numbers]
+    return f"block{'' if len(names) == 1 else 's'} {', '.join(names)}"
+
+
 def parse_blocks(text: str) -> tuple[int, ...]:
     """2-3 or 1,3 or 1,3-4 as numbers in order; nothing means all."""
     numbers: set[int] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from starlette.types import Receive, Send
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.serving import openai_messages as m
+from blocktrain.serving.blocks import name_blocks
 from blocktrain.serving.entry.answer import Piece
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.metrics import ServingMetrics
@@ -110,6 +111,7 @@ def build_app(entry: Entry, rules: ServingRules) -> Starlette:
         route("GET", "/v1/status", api.status),
         route("GET", "/metrics", api.read_metrics),
         route("GET", "/healthz", api.health, "anyone"),
+        route("GET", "/readyz", api.ready, "anyone"),
         route("GET", "/", page, "anyone"),
         route("GET", "/page/{name}", page, "anyone"),
     ]
@@ -138,11 +140,23 @@ class OpenAIApi:
 
     async def health(self, _: Request, __: Send) -> Response:
         """GET /healthz: whether an answer can be had now, and the blocks that nobody holds; needs no key."""
-        missing = missing_blocks(self.entry.status())
-        able = not missing or (self.entry.fan and self.rules.defaults.allow_degraded)
+        able, missing = self._able()
         return JSONResponse(
             {"ok": able, "model": self.rules.model, "missing_blocks": missing}, 200 if able else 503
         )
+
+    async def ready(self, _: Request, __: Send) -> Response:
+        """GET /readyz: ready, degraded (200) or unavailable (503), and by which blocks."""
+        able, missing = self._able()
+        state = "ready" if not missing else "degraded" if able else "unavailable"
+        said = f"{state}: {name_blocks(missing)}" if missing else state
+        body = {"state": state, "status": said, "missing_blocks": missing}
+        return JSONResponse(body, 200 if able else 503)
+
+    def _able(self) -> tuple[bool, list[int]]:
+        """Whether an answer can be written now, and the blocks that nobody holds."""
+        missing = self.entry.missing_blocks()
+        return not missing or (self.entry.fan and self.rules.defaults.allow_degraded), missing
 
     async def models(self, _: Request, __: Send) -> Response:
         """GET /v1/models."""
@@ -220,7 +234,8 @@ class OpenAIApi:
                 _take(choices, first)
                 async for piece in pieces:
                     _take(choices, piece)
-                return JSONResponse(m.completed(job, choices))
+                missing = {block for one in choices if one.stats for block in one.stats.degraded}
+                return JSONResponse(m.completed(job, choices), headers=degraded_header(missing))
             finally:
                 for choice in choices:
                     self.metrics.written(choice)
@@ -233,7 +248,10 @@ class OpenAIApi:
         pieces: AsyncGenerator[_Numbered],
         send: Send,
     ) -> None:
-        start = Response(headers=STREAM_HEADERS, media_type=MEDIA_TYPE)
+        # A block may be lost later, in the stream: its chunks say so too.
+        missing = {*self.entry.missing_blocks(), *(first[1].stats.degraded if first else ())}
+        stream_headers = STREAM_HEADERS | degraded_header(missing)
+        start = Response(headers=stream_headers, media_type=MEDIA_TYPE)
         headers = [pair for pair in start.raw_headers if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -253,16 +271,10 @@ class OpenAIApi:
         await say(ending + m.DONE, more=False)
 
 
-def missing_blocks(status: dict[str, Any]) -> list[int]:
-    """Blocks that neither the entry nor a host that is up holds."""
-    model, hosts = status["model"], status["hosts"]
-    if not hosts:
-        return []
-    held = {
-        *model["local_blocks"],
-        *(block for host in hosts if host["alive"] for block in host["blocks"]),
-    }
-    return [block for block in range(1, model["independent"] + 1) if block not in held]
+def degraded_header(missing: Iterable[int]) -> dict[str, str]:
+    """Says on the answer itself which blocks it was written without."""
+    blocks = sorted(missing)
+    return {"X-BlockTrain-Degraded": name_blocks(blocks)} if blocks else {}
 
 
 _Numbered = tuple[int, Piece] | None  # which choice; None: nothing new, still alive

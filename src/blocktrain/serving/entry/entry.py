@@ -15,7 +15,7 @@ from blocktrain.learning.generate import Drafter, DraftSource, Picker, Sampler, 
 from blocktrain.learning.model import IndependentBlock
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol.frames import Wire
-from blocktrain.serving.blocks import ComputeThread, FanBlocks, ModelSource
+from blocktrain.serving.blocks import ComputeThread, FanBlocks, ModelSource, name_blocks
 from blocktrain.serving.entry.answer import (
     Answer,
     Output,
@@ -29,7 +29,7 @@ from blocktrain.serving.entry.failover import FanModel, Terms
 from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.ring import RingModel, RingSession
 from blocktrain.serving.entry.route import FindStages, Route
-from blocktrain.serving.line.stage_line import Access
+from blocktrain.serving.line.stage_line import Access, StageLine
 
 CONNECT_SECONDS = 8.0
 EMPTY_PROMPT = b"\n"  # a model needs something to continue
@@ -68,6 +68,8 @@ class Entry:
         self.shared = SharedCompute(self._thread)
         self._local: FanBlocks | None = None  # with the block that drafts
         self._model: FanModel | RingModel | None = None
+        self._missing: list[int] = []  # what the last change of a stage left without a holder
+        self._seen: set[str] = set()  # stages that were connected once
 
     # -- life
 
@@ -80,6 +82,9 @@ class Entry:
         self._model, self._local = await asyncio.to_thread(
             self._load_fan if self.fan else self._load_ring
         )
+        self._missing = self.missing_blocks()
+        self._seen = {line.name for line in self.route.lines if line.alive}
+        self.route.on_change = self._stage_changed
 
     def _load_fan(self) -> tuple[FanModel, FanBlocks]:
         config, source, held = self.config, self.source, self.route.held()
@@ -126,6 +131,38 @@ class Entry:
     def local_blocks(self) -> list[int]:
         return sorted(self._local.blocks) if self._local is not None and self.fan else []
 
+    def missing_blocks(self) -> list[int]:
+        """Blocks that have no holder now: neither a stage that is up nor this process."""
+        if isinstance(self._model, RingModel) and self._model.blocks:
+            return []
+        held = self.route.held() | set(self.local_blocks())
+        last = self.config.independent if self.fan else self.config.blocks
+        return [number for number in range(1, last + 1) if number not in held]
+
+    def unreachable(self) -> list[str]:
+        """Stages of the route that cannot be asked now."""
+        return [line.name for line in self.route.lines if not line.alive]
+
+    def _stage_changed(self, line: StageLine) -> None:
+        """Log the loss and the return of a stage, and what that means for answers."""
+        held = name_blocks(line.blocks)
+        if not line.alive:
+            log.warning("lost stage %s (%s)", line.name, held)
+        elif line.name in self._seen:
+            log.info("stage %s is back (%s)", line.name, held)
+        else:
+            log.info("stage %s connected (%s)", line.name, held)
+        self._seen.add(line.name)
+        before, self._missing = self._missing, self.missing_blocks()
+        if before == self._missing:
+            return
+        if not self._missing:
+            log.info("all blocks have a holder again: answers are whole")
+            return
+        names = name_blocks(self._missing)
+        effect = "answers are written without it" if self.fan else "answers fail"
+        log.warning("degraded: no stage holds %s; until one does, %s", names, effect)
+
     def status(self) -> dict[str, Any]:
         """The stages as they are now, and what is served."""
         config, pace = self.config, self.shared.pace
@@ -140,6 +177,7 @@ class Entry:
         }
         return {
             "hosts": self.route.status(),
+            "missing_blocks": self.missing_blocks(),
             "sessions": self.shared.answers,
             "model": facts,
             "modes": self.modes(),

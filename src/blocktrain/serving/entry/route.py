@@ -88,6 +88,7 @@ class Route:
         self._looking: asyncio.Task[None] | None = None
         self._since: dict[str, float] = {}  # when each last came or went
         self._news = asyncio.Event()
+        self.on_change: Callable[[StageLine], None] | None = None  # a stage came or went
         for name in () if callable(stages) else stages:
             self._add(name)
 
@@ -115,6 +116,7 @@ class Route:
 
     async def aclose(self) -> None:
         """Hang up."""
+        self.on_change = None
         if self._looking is not None:
             self._looking.cancel()
         await asyncio.gather(*(line.aclose() for line in self.lines))
@@ -182,3 +184,5 @@ class Route:
         self._since[line.name] = asyncio.get_running_loop().time()
         news, self._news = self._news, asyncio.Event()
         news.set()
+        if self.on_change is not None:
+            self.on_change(line)

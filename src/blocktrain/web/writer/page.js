@@ -3,7 +3,7 @@
 import { Refusal, answer as listen, ask } from "./line.js";
 import { Paper } from "./paper.js";
 import { setAttribute, setHidden, setText } from "./elements.js";
-import { Answers, Figures, Hosts, Strip, degradedWords, modelWords, serverWords } from "./views.js";
+import { Answers, Figures, Hosts, Strip, degradedWords, missingWords, modelWords, serverWords } from "./views.js";
 import { digits, many, sentence } from "./words.js";
 
 const LOOK_MS = 1000; // between two looks at the status
@@ -103,8 +103,9 @@ function render() {
   setHidden(byId("empty"), known || phase === "locked");
   setHidden(byId("model"), !known);
   setHidden(byId("notice"), !(known && phase === "away"));
-  setAttribute(byId("pill"), "class", `pill ${writing ? "writing" : phase}`);
-  setText(byId("pill").lastElementChild, writing ? "writing" : PILLS[phase]);
+  const missing = phase === "live" ? missingWords(status.missing_blocks ?? []) : "";
+  setAttribute(byId("pill"), "class", `pill ${missing ? "partial" : writing ? "writing" : phase}`);
+  setText(byId("pill").lastElementChild, missing || (writing ? "writing" : PILLS[phase]));
   setText(byId("notice-text"), `${sentence(reason)} Trying again by itself.`);
   setText(byId("door-wrong"), reason && sentence(reason));
   if (phase === "away") setText(byId("empty-title"), "The server does not answer");

@@ -161,3 +161,8 @@ export function degradedWords(blocks) {
   const named = `${blocks.length === 1 ? "Block" : "Blocks"} ${listed(blocks.map(String))}`;
   return `Degraded: ${named} did not take part in this answer, because no host that holds ${blocks.length === 1 ? "it" : "them"} answered. The text goes on without.`;
 }
+
+// The state of the server while blocks have no holder: "degraded: block 3".
+export function missingWords(blocks) {
+  return blocks.length ? `degraded: ${blocks.length === 1 ? "block" : "blocks"} ${listed(blocks.map(String))}` : "";
+}
