@@ -16,7 +16,8 @@ from blocktrain.bench.memory import SLACK, SavedActivations, measure_memory, sto
 from blocktrain.bench.step import bare_loop, measure_step
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.train import Trainer, one_thread
+from blocktrain.learning.threads import limited_threads
+from blocktrain.learning.train import Trainer
 
 FLOAT = 4
 
@@ -48,7 +49,7 @@ def test_one_thread_puts_back_what_was_set_even_after_an_error() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(RuntimeError, match="odd"), one_thread():
+        with pytest.raises(RuntimeError, match="odd"), limited_threads():
             assert torch.get_num_threads() == 1
             raise RuntimeError("odd")
         assert torch.get_num_threads() == 2

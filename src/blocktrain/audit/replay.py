@@ -24,8 +24,9 @@ from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
 from blocktrain.learning.data import open_corpus
 from blocktrain.learning.model import Block
+from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
-from blocktrain.learning.train import Trainer, block_weights, one_thread, put_weights
+from blocktrain.learning.train import Trainer, block_weights, put_weights
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.messages import Blob, Order, Submission
 
@@ -63,7 +64,7 @@ def retrain(
     uses = Counter(before for befores in needs.values() for before in befores)
     ends: dict[int, _TaskState] = {}
     findings = list(_beginnings(config, run))
-    with one_thread(), _corpus(config, run, read) as text:
+    with limited_threads(), _corpus(config, run, read) as text:
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
             problems, end = _again(update, config, text, ends, read)

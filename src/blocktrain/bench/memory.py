@@ -17,7 +17,8 @@ from blocktrain.bench.machine import random_bytes
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, build_independent
-from blocktrain.learning.train import REFERENCE, Trainer, one_thread
+from blocktrain.learning.threads import limited_threads
+from blocktrain.learning.train import REFERENCE, Trainer
 
 BLOCKS = (2, 4, 8, 16)
 SLACK = 0.10  # every block has its own embedding, head and softmax: they may add this to 1 / blocks
@@ -38,7 +39,7 @@ def measure_memory(
             "use a multiple of 2"
         )
     base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
-    with one_thread():
+    with limited_threads():
         # One reference serves every row: its shape depends on the total depth only.
         reference = _trained(Trainer(_shaped(base, counts[0], depth), REFERENCE))
         progress(1 / (len(counts) + 1))

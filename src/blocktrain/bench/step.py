@@ -16,8 +16,9 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import build_independent
 from blocktrain.learning.optimizer import Optimizers
+from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import Bytes
-from blocktrain.learning.train import Trainer, one_thread, pick_device
+from blocktrain.learning.train import Trainer, pick_device
 
 BOUND = 1.05
 WARMUP = 5  # first steps allocate optimizer state and buffers
@@ -43,7 +44,7 @@ def measure_step(
         )
     c = base.replace(seed=seed, steps=WARMUP + repeats)
     corpus = random_bytes(seed, max(CORPUS_BYTES, 2 * c.context))
-    with one_thread():
+    with limited_threads():
         worker: Iterator[object] = Trainer(c, 1).run(corpus, c.steps)
         bare: Iterator[object] = bare_loop(c, corpus)
         for _ in range(WARMUP):

@@ -382,8 +382,7 @@ def stage(
     post = post or StageFlags()
     host, port = post.parse()  # first: to import torch takes a while
 
-    import torch
-
+    from blocktrain.learning.threads import use_threads
     from blocktrain.runs.served import RunModel
     from blocktrain.serving.blocks import parse_blocks, serve_blocks
     from blocktrain.serving.stage.stage import Stage
@@ -391,7 +390,7 @@ def stage(
 
     guard = post.guard()
     allow_connections()
-    torch.set_num_threads(threads)
+    use_threads(threads)
     source = RunModel(require_model(run), reference=reference)
     served = serve_blocks(source, parse_blocks(blocks))
 

@@ -115,6 +115,7 @@ class TrainFlags(NamedTuple):
 def _begin(out: Path | None, flags: TrainFlags) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.data import absolute
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import pick_device
     from blocktrain.runs.folder import create_run, open_run
 
@@ -122,7 +123,7 @@ def _begin(out: Path | None, flags: TrainFlags) -> RunSettings:
     data = absolute(str(of_run.get("data", "stdlib")) if flags.data is None else flags.data)
     made = make_config({**from_file, **flags.settings}, flags.preset)
     pick_device(made.device)
-    source(data).open().require(made.context)
+    source(data).open().encode(tokenizer_of(made)).require(made.context)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
         raise ConfigError(
@@ -198,6 +199,7 @@ def evaluate(
     """
     from rich.markup import escape
 
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import pick_device
     from blocktrain.runs.folder import load_model, read_manifest
     from blocktrain.runs.results import evaluate_run
@@ -210,9 +212,10 @@ def evaluate(
         raise (
             error if data is not None else CorpusError(f"{error}; name another text with --data")
         ) from None
-    corpus.require(model.config.context, "valid", advice="use a longer text")
+    tokens = corpus.encode(tokenizer_of(model.config))
+    tokens.require(model.config.context, "valid", advice="use a longer text")
     with bar("evaluating") as progress:
-        ce = evaluate_run(run, model, corpus.valid, draws=draws, progress=progress)
+        ce = evaluate_run(run, model, tokens, draws=draws, progress=progress)
     if json_:
         models = {name: _units(nats) for name, nats in ce.items()}
         print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": models}))
@@ -310,20 +313,23 @@ def generate(
 def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, raw: bool) -> None:
     import torch
 
-    from blocktrain.learning.train import one_thread
+    from blocktrain.learning.threads import limited_threads
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.runs.folder import load_model
     from blocktrain.terminal import TextWriter
 
     model = load_model(require_model(run), torch.device("cpu"))
     writer = TextWriter(raw=raw)
     writer.write(prompt)
-    with one_thread():  # on more, a byte's bits depend on how many others are computed with it
-        for byte in _text(model, prompt, flags):
-            writer.write(bytes([byte]))
+    tokenizer = tokenizer_of(model.config)
+    # On more threads a token's bits depend on how many others are computed with it.
+    with limited_threads():
+        for token in _text(model, tokenizer.encode(prompt).tolist(), flags):
+            writer.write(tokenizer.token(token))
     writer.close()
 
 
-def _text(model: Model, prompt: bytes, flags: TextFlags) -> Iterator[int]:
+def _text(model: Model, prompt: list[int], flags: TextFlags) -> Iterator[int]:
     """The tokens after the prompt, one by one."""
     from blocktrain.learning.generate import Sampler, write
 

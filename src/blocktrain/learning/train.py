@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,17 +78,6 @@ def pick_device(name: str) -> torch.device:
     if name == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device=mps, but this torch sees no Apple GPU; use --device cpu")
     return torch.device(name)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread of torch, then put back what was set: neither bits nor figures then depend on the number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass

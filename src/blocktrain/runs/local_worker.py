@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import RunError
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
 from blocktrain.processes import Channel
 from blocktrain.runs.results import REPORT_SECONDS, peak_mb
@@ -37,7 +36,7 @@ class LocalWorker:
 
 def work(channel: Channel, options: LocalWorker) -> None:
     """Train one block, the one that the coordinator gives this process, to its end."""
-    torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     client = HttpClient(options.url, options.token)
     machine = Machine(str(pick_device(options.device)))
     reporter = ChannelReporter(channel, options.steps)

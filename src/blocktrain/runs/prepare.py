@@ -16,7 +16,7 @@ from blocktrain.processes import Channel, Job, run_jobs
 
 if TYPE_CHECKING:
     from blocktrain.learning.data import Source
-    from blocktrain.learning.tokenizer import Bytes
+    from blocktrain.learning.tokenizer import Ids
 
 PIECE = 1 << 22  # bytes
 
@@ -27,11 +27,12 @@ def prepare(config: Config, source: Source, folder: Path) -> None:
     The folder, opened as a corpus, has the same parts as the source.
     """
     from blocktrain.learning.compose import build_block
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import block_weights
     from blocktrain.protocol.tensors import pack
 
     corpus = source.open()
-    corpus.require(config.context)
+    corpus.encode(tokenizer_of(config)).require(config.context)
     folder.mkdir(parents=True, exist_ok=True)
     # Opening train.txt cuts the calibration part off again.
     _write(folder / "train.txt", (corpus.train, corpus.calibration))
@@ -57,7 +58,7 @@ def _work(
     prepare(config, Source(data, data_dir, cache_dir), folder)
 
 
-def _write(path: Path, parts: Iterable[Bytes]) -> None:
+def _write(path: Path, parts: Iterable[Ids]) -> None:
     # Under another name first: the source may be this very folder.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as out:

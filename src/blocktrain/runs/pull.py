@@ -20,6 +20,7 @@ from blocktrain.files import write_atomic
 from blocktrain.learning.compose import build_block, composition_of
 from blocktrain.learning.data import open_corpus
 from blocktrain.learning.model import Block
+from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.calls import Calls
@@ -100,7 +101,8 @@ def pull(
     }
     progress("pool weights")
     corpus = open_corpus(data, None, out).encode(tokenizer_of(config))
-    fit_and_seal(run, config, data, corpus.calibration)
+    with limited_threads():
+        fit_and_seal(run, config, data, corpus.calibration)
     write_atomic(out / RECORD, write(PullRecord(run=manifest.run, blocks=blocks)))
     return chosen
 

@@ -19,8 +19,9 @@ from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.noise import noise_levels
 from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.threads import THREADS, limited_threads, use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
-from blocktrain.learning.train import REFERENCE, Trainer, one_thread, pick_device
+from blocktrain.learning.train import REFERENCE, Trainer, pick_device
 from blocktrain.processes import Channel
 from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import (
@@ -51,7 +52,7 @@ class Plan:
     source: Source
     reference: bool = False
     slots: int = 1
-    threads: int = 1
+    threads: int = THREADS  # of each process, and of the evaluation at the end
 
     def corpus(self) -> Corpus:
         """The tokens that the model reads."""
@@ -60,7 +61,7 @@ class Plan:
 
 def train_reference(channel: Channel, plan: Plan) -> None:
     """The work of one process: the end-to-end model from its saved state (or its start) to its published weights."""
-    torch.set_num_threads(plan.threads)
+    use_threads(plan.threads)
     trainer = Trainer(plan.config, REFERENCE)
     state = plan.run.state(REFERENCE)
     if state.exists():
@@ -103,7 +104,8 @@ def complete(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
     corpus = plan.corpus()
     device = pick_device(plan.config.device)
-    fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
+    with limited_threads(plan.threads):
+        fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
     model = load_model(plan.run.folder, device)
     result = _judge(plan, corpus, model, progress)
     write_model_card(plan.run, plan.config, result)
@@ -126,26 +128,37 @@ def fit_and_seal(
 
 
 def evaluate_run(
-    folder: Path, model: Model, split: Ids, *, draws: int, progress: Progress
+    folder: Path,
+    model: Model,
+    corpus: Corpus,
+    *,
+    draws: int,
+    progress: Progress,
+    threads: int = THREADS,
 ) -> dict[str, float]:
-    """All cross entropies of a run's model and, if it was trained too, of the end-to-end reference."""
+    """Nats per byte of a run's model on the valid part, and of the reference if it has one.
+
+    Losses are per token; a figure per byte compares models of different tokenizers.
+    """
+    split, config = corpus.valid, model.config
     reference = load_reference(read_manifest(folder), model.device)
-    ce = evaluate(model, split, seed=model.config.seed, draws=draws, progress=progress)
-    return (
-        ce
-        if reference is None
-        else {**ce, "reference": evaluate_alone(reference, split, model.config.context)}
-    )
+    with limited_threads(threads):
+        ce = evaluate(model, split, seed=config.seed, draws=draws, progress=progress)
+        if reference is not None:
+            ce["reference"] = evaluate_alone(reference, split, config.context)
+    return {name: value / corpus.bytes_per_token for name, value in ce.items()}
 
 
 def _judge(plan: Plan, corpus: Corpus, model: Model, progress: Progress) -> dict[str, Any]:
     config = plan.config
-    ce = evaluate_run(plan.run.folder, model, corpus.valid, draws=1, progress=progress)
+    ce = evaluate_run(
+        plan.run.folder, model, corpus, draws=1, progress=progress, threads=plan.threads
+    )
     work = _work_done(plan.run)
     tokenizer = tokenizer_of(config)
     prompt = corpus.valid[: config.context // 2].tolist()
     sampler = Sampler(config.seed, temperature=0.8)
-    with one_thread():
+    with limited_threads():
         written = list(write(model, prompt, SAMPLE_BYTES, sampler))
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},

@@ -29,6 +29,7 @@ from blocktrain.learning.model import (
     noise_features,
     target_table,
 )
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol.frames import Topology
 
@@ -271,7 +272,7 @@ class ComputeThread:
     """The one thread of an entry on which tensors are computed, so that nothing else waits."""
 
     def __init__(self, threads: int = 1) -> None:
-        self._pool = ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
+        self._pool = ThreadPoolExecutor(1, "compute", use_threads, (threads,))
         self._waiting = 0
 
     @property

@@ -30,6 +30,7 @@ from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.evaluate import cross_entropies
 from blocktrain.learning.model import Block
 from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.tensors import unpack
@@ -47,7 +48,7 @@ def main() -> None:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the coordinator, which ends this process
-    torch.set_num_threads(1)
+    use_threads()
     requests: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     while True:

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import ConfigError
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import amount, console
@@ -70,7 +71,7 @@ def run_worker(options: WorkerOptions) -> int:
     if device == "cpu":
         # The same bits as in an audit. A machine with many cores runs many workers instead:
         # their threads would slow each other down.
-        torch.set_num_threads(1)
+        use_threads()
     memory = parse_bytes(options.memory) if options.memory else _machine_memory(device)
     machine = Machine(device, memory, as_name(options.name or platform.node()))
     client = HttpClient(options.url, options.token, ca=options.ca)

@@ -22,6 +22,7 @@ from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
 from blocktrain.learning.model import Block, IndependentBlock, build_independent
 from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
 from blocktrain.processes import Channel, Job
@@ -163,7 +164,7 @@ def _job_name(config: Config, variant: str, index: int) -> str:
 
 def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     """Train and publish one block; of `fuse`, also the versions that `beside` reads meanwhile."""
-    torch.set_num_threads(1)
+    use_threads()
     config, run = setup.config(variant), setup.run(variant)
     state = run.state(index)
     state.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +245,7 @@ def _model(setup: Setup, variant: str) -> Model:
 
 def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     """Cross entropies of one variant on the whole valid split."""
-    torch.set_num_threads(1)
+    use_threads()
     config, model = setup.config(variant), _model(setup, variant)
     found: dict[str, Any] = {}
     valid = setup.valid()
@@ -268,7 +269,7 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
 
 def samples_job(channel: Channel, setup: Setup) -> None:
     """Quality of sampled text under the end-to-end model."""
-    torch.set_num_threads(1)
+    use_threads()
     config, model = setup.config("fuse"), _model(setup, "fuse")
     reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
     count = 32 if setup.valid_limit is None else 4

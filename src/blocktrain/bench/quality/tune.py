@@ -13,6 +13,7 @@ from blocktrain.learning.compose import composition_of, context_predictors, inde
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
 from blocktrain.learning.model import Block, IndependentBlock
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
@@ -75,7 +76,7 @@ def _read_block(channel: Channel, folder: Path, config: Config, source: Source, 
 
 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
-    torch.set_num_threads(1)
+    use_threads()
     for step, loss in trainer.run(
         source.open().encode(tokenizer_of(trainer.config)).train, trainer.config.steps
     ):

@@ -23,7 +23,7 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.data import Source
 from blocktrain.learning.generate import Mode
-from blocktrain.learning.train import one_thread
+from blocktrain.learning.threads import limited_threads
 from blocktrain.runs.folder import read_manifest, write_json
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.entry.entry import Entry
@@ -116,7 +116,7 @@ def failover(options: FailoverOptions, command: str) -> Result:
         )
     options.folder.mkdir(parents=True, exist_ok=True)
     groups = split(range(2, config.independent + 1), 2)
-    with one_thread(), ExitStack() as stack, JobBars("failover", 3) as bars:
+    with limited_threads(), ExitStack() as stack, JobBars("failover", 3) as bars:
         processes = stack.enter_context(stages(options.run, groups * REPLICAS))
         lines = stack.enter_context(links(processes, options.link))
         cases, bereft = asyncio.run(_measure(options, config, processes, lines, bars.update))

@@ -30,6 +30,7 @@ from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.learning.generate import Picker, Sampler
 from blocktrain.learning.model import Cache
+from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import frames
 from blocktrain.runs.folder import write_json
@@ -128,11 +129,11 @@ def large(options: LargeOptions, command: str) -> Result:
 def _estimate(shape: Shape, config: Config, path: Path, options: LargeOptions) -> dict[str, float]:
     """Seconds of both modes, from the time of one layer."""
     before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     try:
         one, all_ = (_layer_seconds(shape, config, path, count) for count in (1, options.tokens))
     finally:
-        torch.set_num_threads(before)
+        use_threads(before)
     line = LinkCost(options.link.rtt_ms / 1000, options.link.mbit * 1e6)
 
     def sweep(positions: int, seconds: float) -> float:
@@ -238,7 +239,7 @@ def hold(
     control: Connection, shape: Shape, config: Config, path: Path, number: int, threads: int
 ) -> None:
     """A host's process: the same stage as `blocktrain stage`, until its parent is gone."""
-    torch.set_num_threads(threads)
+    use_threads(threads)
     holding = ReferenceLayers(
         config, shared_model(shape, config, path), [number], model_hash(shape)
     )

@@ -45,8 +45,9 @@ from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
 from blocktrain.learning.generate import Drafter, Sampler
+from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import tokenizer_of
-from blocktrain.learning.train import REFERENCE, one_thread
+from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import ModelManifest, file_sha256, load_independent, read_manifest
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.entry.answer import Request
@@ -206,7 +207,7 @@ class Far:
 def measure_serving(subject: Subject, told: Told) -> Result:
     """All rows, and what does not fit into rows."""
     options = subject.options
-    with one_thread(), ExitStack() as stack:
+    with limited_threads(), ExitStack() as stack:
         fan = stack.enter_context(stages(subject.run, subject.fan_groups))
         ring = (
             stack.enter_context(stages(subject.run, subject.ring_groups, reference=True))

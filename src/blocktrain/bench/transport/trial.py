@@ -26,6 +26,8 @@ from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import evaluate
+from blocktrain.learning.threads import limited_threads, use_threads
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.processes import Channel, Job, run_jobs
 from blocktrain.runs.folder import load_model, read_json, write_json
 from blocktrain.runs.prepare import prepare
@@ -110,7 +112,9 @@ def _composed(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[
     folder = trial.folder / name
     pull(LocalClient(coordinator), folder)
     model = load_model(folder, torch.device("cpu"))
-    return evaluate(model, trial.source.open().valid[: trial.valid_bytes])
+    tokens = trial.source.open().encode(tokenizer_of(model.config))
+    with limited_threads():
+        return evaluate(model, tokens.valid[: trial.valid_bytes])
 
 
 def _train(trial: Trial, coordinator: WatchedCoordinator, told: Told) -> Result:
@@ -212,7 +216,7 @@ class WorkerJob:
 
 def work(channel: Channel, job: WorkerJob) -> None:
     """Main function of a worker process, until the run is finished."""
-    torch.set_num_threads(1)
+    use_threads()
     if job.namespace:
         enter(job.namespace)
     channel.send(pid=os.getpid())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blocktrain.learning.compose import PIECE
+from blocktrain.learning.threads import use_threads
 from blocktrain.serving.blocks import Rows, ServedBlocks
 from blocktrain.serving.line.connection import DTYPES, ids_tensor, tensor_bytes
 from blocktrain.serving.stage.sessions import Session, Work
@@ -51,7 +52,7 @@ class Compute:
             self._thread.join()
 
     def _work(self) -> None:
-        torch.set_num_threads(self._threads)
+        use_threads(self._threads)
         with torch.inference_mode():
             while self._collect():
                 if not self._tell(self._round()):

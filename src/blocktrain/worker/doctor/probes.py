@@ -221,15 +221,16 @@ def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
     """The median of some real training steps of block 1 on random text."""
     import numpy as np
 
+    from blocktrain.learning.threads import limited_threads
     from blocktrain.learning.tokenizer import tokenizer_of
-    from blocktrain.learning.train import Trainer, one_thread
+    from blocktrain.learning.train import Trainer
 
     tokenizer = tokenizer_of(config)
     text = np.random.default_rng(0).integers(
         0, tokenizer.vocabulary, max(1 << 16, 4 * config.context), dtype=tokenizer.dtype
     )
     times: list[float] = []
-    with one_thread() if device == "cpu" else nullcontext():
+    with limited_threads() if device == "cpu" else nullcontext():
         steps = Trainer(config.replace(device=device), 1).run(text, STEPS + 1)
         next(steps)  # the first one sets things up
         began = last = clock.monotonic()
