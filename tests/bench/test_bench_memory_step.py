@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktrain.bench.machine import header, random_bytes
+from blocktrain.bench.machine import header, random_text
 from blocktrain.bench.memory import SLACK, SavedActivations, measure_memory, storages
 from blocktrain.bench.step import bare_loop, measure_step
 from blocktrain.config import Config, make_config
@@ -144,7 +144,7 @@ def test_step_is_timed_in_pairs() -> None:
 
 def test_the_bare_loop_does_the_same_arithmetic_as_the_worker() -> None:
     config = tiny(layers_per_block=1, schedule="constant", warmup=0, steps=4)
-    row = random_bytes(0, config.context + 1)  # one place to begin only: both draw the same batches
+    row = random_text(0, config.context + 1)  # one place to begin only: both draw the same batches
     bare = bare_loop(config, row)
     for (_, ours), theirs in zip(Trainer(config, 1).run(row, 4), bare, strict=False):
         assert ours == theirs

@@ -1,4 +1,4 @@
-"""Corpora and their batches: where text is found, how it is split, and that a batch is a pure function of its number."""
+"""Corpora: splits, batches, rows, and what is refused."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from blocktrain.learning.data import (
     open_corpus,
     rows_without_overlap,
 )
+from blocktrain.learning.tokenizer import ByteTokenizer
 from blocktrain.learning.train import Trainer
 from conftest import tiny_config
 
@@ -218,3 +219,38 @@ def test_every_byte_but_the_first_is_predicted_exactly_once(
         predicted += tokens[:, 1:].flatten().tolist()
         walked += tokens.shape[0]
     assert predicted == list(range(1, size))
+
+
+TEXTS = {
+    "utf-8 in Greek": "Ἐν ἀρχῇ ἦν ὁ λόγος\n".encode() * 600,
+    "utf-8 in Chinese": "天地玄黃，宇宙洪荒。\n".encode() * 600,
+    "latin-1": "Äpfel und Möhren, déjà vu\n".encode("latin-1") * 600,
+    "terminal colours": b"\x1b[31mred\x1b[0m and plain\tcolumns\r\n" * 600,
+}
+BINARIES = {
+    "random": (np.random.default_rng(0).bytes(30_000), "NUL bytes"),
+    "utf-16": ("plain text\n".encode("utf-16") * 900, "NUL bytes"),
+    "zeros at the end": (b"text\n" * 4000 + bytes(20_000), "NUL bytes"),
+    "control": (b"\x01\x02abcdefgh" * 3000, "20% control characters"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_in_any_language_is_a_corpus(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.txt").write_bytes(TEXTS[name])
+    assert Source(str(tmp_path / "text.txt"), None, tmp_path).open().name == "text.txt"
+
+
+@pytest.mark.parametrize("name", BINARIES)
+def test_a_binary_corpus_is_refused(tmp_path: Path, name: str) -> None:
+    content, found = BINARIES[name]
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(CorpusError, match=rf"model.bin is not text: .*{found}; give a text file"):
+        Source(str(tmp_path / "model.bin"), None, tmp_path).open()
+
+
+def test_tokens_keep_the_hashes_of_their_text(corpus: Corpus) -> None:
+    tokens = corpus.encode(ByteTokenizer())
+    assert tokens.train is corpus.train, "bytes stay on the disk"
+    assert tokens.hashes == corpus.hashes
+    assert tokens.bytes_per_token == 1.0

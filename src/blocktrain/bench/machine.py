@@ -40,6 +40,6 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def random_bytes(seed: int, size: int) -> Bytes:
-    """A corpus from a seed. Memory and time of a step do not depend on the text."""
-    return np.random.default_rng(seed).integers(0, 256, size=size, dtype=np.uint8)
+def random_text(seed: int, size: int) -> Bytes:
+    """A corpus of printable characters: neither memory nor time of a step depends on its content."""
+    return np.random.default_rng(seed).integers(32, 127, size=size, dtype=np.uint8)

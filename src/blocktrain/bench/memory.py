@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blocktrain.bench.machine import random_bytes
+from blocktrain.bench.machine import random_text
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, build_independent
@@ -110,7 +110,7 @@ def _trained(trainer: Trainer) -> dict[str, int]:
     own = storages([*_constants([trainer.block]), trainer.table])
     saved = SavedActivations(own | storages(_constants(trainer.sources)))
     with saved.hooks():
-        for _ in trainer.run(random_bytes(c.seed, 64 * (c.context + 1)), trainer.step + 1):
+        for _ in trainer.run(random_text(c.seed, 64 * (c.context + 1)), trainer.step + 1):
             pass
     held = {
         "optimizer": sum(storages(trainer.moments().values()).values()),

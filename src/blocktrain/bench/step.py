@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from blocktrain.bench.machine import random_bytes
+from blocktrain.bench.machine import random_text
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import build_independent
@@ -43,7 +43,7 @@ def measure_step(
             "the bare loop has the next-byte loss in float32; use objective=next and dtype=float32"
         )
     c = base.replace(seed=seed, steps=WARMUP + repeats)
-    corpus = random_bytes(seed, max(CORPUS_BYTES, 2 * c.context))
+    corpus = random_text(seed, max(CORPUS_BYTES, 2 * c.context))
     with limited_threads():
         worker: Iterator[object] = Trainer(c, 1).run(corpus, c.steps)
         bare: Iterator[object] = bare_loop(c, corpus)

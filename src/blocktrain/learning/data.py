@@ -21,6 +21,9 @@ from blocktrain.learning.tokenizer import Bytes, Ids, Tokenizer
 VALID_SHARE = 0.05
 CALIBRATION_SHARE = 1 / 64
 CALIBRATION_MAX = 1 << 18
+SAMPLES, SAMPLE_SIZE = 64, 4096  # of a part, to see whether it is text
+CONTROL_BYTES = np.array([b for b in range(32) if chr(b) not in "\t\n\r\f\v\b\x1b"], np.uint8)
+MOST_CONTROL = 0.02  # share of control bytes in a text
 TEXT_SUFFIXES = {
     ".txt",
     ".md",
@@ -117,8 +120,10 @@ class Source:
             )
 
     def open(self) -> Corpus:
-        """The corpus, memory-mapped."""
-        return open_corpus(self.spec, self.data_dir, self.cache_dir)
+        """The corpus, memory-mapped; refused if it is not text."""
+        corpus = open_corpus(self.spec, self.data_dir, self.cache_dir)
+        require_text(corpus)
+        return corpus
 
 
 def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
@@ -140,6 +145,21 @@ def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
         f"no corpus {spec!r}: it is neither a file, nor a folder, "
         f"nor one of stdlib, {', '.join(_HUB)}"
     )
+
+
+def require_text(corpus: Corpus) -> None:
+    """Refuse what is not text in any encoding that extends ASCII, by samples from all over it."""
+    for name in ("train", "valid"):
+        part = getattr(corpus, name)
+        starts = np.linspace(0, max(len(part) - SAMPLE_SIZE, 0), SAMPLES).astype(np.int64)
+        sample = np.concatenate([part[start : start + SAMPLE_SIZE] for start in starts])
+        share = float(np.isin(sample, CONTROL_BYTES).mean())
+        if (sample == 0).any() or share > MOST_CONTROL:
+            what = "NUL bytes" if (sample == 0).any() else f"{share:.0%} control characters"
+            raise CorpusError(
+                f"{corpus.name} is not text: its {name} part has {what}; "
+                "give a text file, for example in UTF-8"
+            )
 
 
 def _is_split(folder: Path) -> bool:

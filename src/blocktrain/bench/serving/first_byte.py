@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from blocktrain.bench.machine import random_bytes
+from blocktrain.bench.machine import random_text
 from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.serving.answers import Prompt, Result, Way, write
 from blocktrain.bench.serving.stages import links, names, split, stages
@@ -54,7 +54,7 @@ def measure_first_byte(
     config = make_config(dict(SHAPES[scale]))
     run = untrained(folder, config)
     prompt = Prompt(
-        bytes(random_bytes(0, config.context - 3 * ANSWER)), b"", 0
+        bytes(random_text(0, config.context - 3 * ANSWER)), b"", 0
     )  # 1,000 bytes of a context of 1,024
     rows: list[Result] = []
     for topology in TOPOLOGIES[scale]:

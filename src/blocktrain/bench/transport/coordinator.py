@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from blocktrain.bench.machine import random_bytes
+from blocktrain.bench.machine import random_text
 from blocktrain.bench.transport.swarm import Load, Notes, swarm_process
 from blocktrain.errors import RunError
 
@@ -261,7 +261,7 @@ def measure_swarm(
     with tempfile.TemporaryDirectory(prefix="blocktrain-swarm-") as made:
         folder = Path(made)
         corpus = folder / "corpus.txt"
-        corpus.write_bytes(random_bytes(options.seed, CORPUS_BYTES).tobytes())
+        corpus.write_bytes(random_text(options.seed, CORPUS_BYTES).tobytes())
         with coordinator_process(folder, corpus, options.flags) as running:
             load, vitals = options.load(*running.address), Vitals(running.pid)
             notes = _swarm(load, vitals, progress)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.bench.machine import random_bytes
+from blocktrain.bench.machine import random_text
 from blocktrain.bench.network.shaper import Link, shaped
 from blocktrain.bench.transport.coordinator import coordinator_process
 from blocktrain.bench.transport.swarm import join_message, submission, task_request
@@ -79,7 +79,7 @@ def measure_transfers(
     with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as made:
         folder = Path(made)
         corpus = folder / "corpus.txt"
-        corpus.write_bytes(random_bytes(options.seed, int(options.megabytes * 1e6)).tobytes())
+        corpus.write_bytes(random_text(options.seed, int(options.megabytes * 1e6)).tobytes())
         with coordinator_process(folder, corpus, options.flags) as running:
             progress(0.1)
             near = _Customer(running.url, options.seed)
