@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.served import saved
 
 import blocktrain.config
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.threads import limited_threads, use_threads
 from blocktrain.runs import results
 from conftest import random_model, tiny_config
+from support.serving import saved
 
 ROOT = Path(blocktrain.config.__file__).parent
 
