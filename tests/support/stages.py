@@ -99,7 +99,7 @@ class Slow(FanBlocks):
         self.together.append(len(parts))
         self.starts += [part.start for part in parts]
         time.sleep(self.seconds)
-        self.gate.wait(20)
+        self.gate.wait(120)
         if self.broken:
             raise RuntimeError("out of order")
         return super().work(parts)
@@ -190,7 +190,7 @@ class Bare:
     async def next(self) -> Frame:
         """The next frame; EOFError at the end."""
         while not self.found:
-            data = await asyncio.wait_for(self.reader.read(65536), 20)
+            data = await asyncio.wait_for(self.reader.read(65536), 120)
             if not data:
                 raise EOFError
             self.found += self.decoder.feed(data)

@@ -191,7 +191,7 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     _until(lambda: '"step"' in _read(tmp_path / "cut" / "events.jsonl"), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=280)
     assert process.returncode == 130
     assert "continue with --resume" in errors
     assert not (tmp_path / "cut" / "result.json").exists()

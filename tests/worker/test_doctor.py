@@ -114,7 +114,7 @@ def coordinator_process(folder: Path, before: str) -> Iterator[str]:
         yield json.loads(line)["url"]
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
 
 
 @contextmanager
