@@ -1,4 +1,4 @@
-"""The composed model writing text: windows, cached against brute force, sweeps against one at a time, the sampler."""
+"""Composed models: cached against brute force, sweeps against one token at a time, noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora: splits, batches, rows, and what is refused."""
+"""Corpora: where text is found, how it is split, batches as pure functions, what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropies: the same for any batch, by hand, what pooling and fusing gain, and what pool weights are fitted on."""
+"""Cross entropies against hand-made sums, what each kind of model has, the pool's weights."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corp
 
 
 def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> None:
-    """Their best weights are of both signs: those that are positive are good only together with the others."""
+    """Their best weights have both signs; the positive ones are only good with the others."""
     config = tiny_config(compose="pool", blocks=12, steps=40, data_order="shared")
     blocks = train_model(config, corpus).blocks
     weights = fit_pool_weights(Model(config, blocks), corpus.calibration)

@@ -1,4 +1,4 @@
-"""The network: the same bits in any chunks, the masks, the readout of several blocks, what a block holds."""
+"""The network: causal, the same bits in any chunks, initial weights, what fusion reads."""
 
 from __future__ import annotations
 

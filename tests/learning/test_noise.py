@@ -1,4 +1,4 @@
-"""Noise levels: equal mass, order and overlap of the ranges, their samples, EDM's coefficients, the Euler step."""
+"""Noise levels: equal shares, ranges, samples, EDM's coefficients, the Euler step."""
 
 from __future__ import annotations
 

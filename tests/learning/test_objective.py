@@ -1,4 +1,4 @@
-"""The losses: Bayes' rule by hand, EDM's limits in the estimate, what leaks below sigma 1, feature dropout."""
+"""Losses: next token, denoising against Bayes' rule, tails, fusion."""
 
 from __future__ import annotations
 

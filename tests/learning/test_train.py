@@ -1,4 +1,4 @@
-"""The local loop: the same seed gives the same bits, and so does a run that was killed or stopped on the way."""
+"""Training: stopped and continued to the bit, data order, learning rates, saved states."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The method: noise, model, data, objective, training, composition, evaluation. Knows nothing of the wire."""
+"""The method: model, data, training, composition, text, evaluation. Knows no network."""

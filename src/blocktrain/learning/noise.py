@@ -1,7 +1,7 @@
-"""Noise levels of the method: their distribution, its split among blocks, EDM's coefficients, the Euler step.
+"""Noise levels: their distribution, its split among blocks, EDM's coefficients, the Euler step.
 
-Symbols follow Karras et al. 2022 (EDM) and the DiffusionBlocks paper: sigma is a noise level, ln(sigma) is normal with
-mean p_mean and deviation p_std, truncated to [sigma_min, sigma_max].
+Symbols follow Karras et al. 2022 (EDM) and the DiffusionBlocks paper: sigma is a noise level,
+ln(sigma) is normal with mean p_mean and deviation p_std, truncated to [sigma_min, sigma_max].
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class NoiseLevels:
         return [self.sigma_min, *inner, self.sigma_max]
 
     def ranges(self, blocks: int, gamma: float) -> list[Range]:
-        """A range per block, the first owning the highest noise, each widened by gamma of its log-width on both sides."""
+        """A range per block; block 1 has the highest noise.
+
+        Each range is widened by gamma of its log-width on both sides.
+        """
         edges = self.edges(blocks)
         found = []
         for low, high in reversed(list(itertools.pairwise(edges))):
@@ -59,7 +62,7 @@ class NoiseLevels:
         return found
 
     def sample(self, part: Range, uniform: Tensor) -> Tensor:
-        """Levels inside a range from uniform numbers in [0, 1), by the inverse of the distribution function."""
+        """Levels inside a range from uniform numbers in [0, 1), by the inverse CDF."""
         low, high = self.mass_below(part.low), self.mass_below(part.high)
         normal = torch.special.ndtri(
             (low + (high - low) * uniform.double()).clamp(1e-12, 1 - 1e-12)
@@ -78,7 +81,10 @@ class Edm(NamedTuple):
 
 
 def edm(sigma: Tensor, sigma_data: float) -> Edm:
-    """The coefficients of EDM (table 1): with them F sees and gives unit variance at every noise level."""
+    """The coefficients of EDM (table 1).
+
+    With them F has unit variance at its input and output, at every noise level.
+    """
     variance = sigma**2 + sigma_data**2
     return Edm(
         skip=sigma_data**2 / variance,

@@ -1,7 +1,7 @@
-"""How a block's weights follow their gradients: AdamW, or Muon for the matrices inside the block and AdamW for the rest.
+"""Optimizers: AdamW, or Muon for the matrices inside a block and AdamW for the rest.
 
-torch has a Muon of its own, which orthogonalises in bfloat16: its bits are another processor's, and some processors cannot run
-it at all. This one stays in float32, so that a task that is trained again gives the same bytes.
+torch's own Muon orthogonalises in bfloat16. Its bits differ between processors, and some cannot
+run it at all. This one stays in float32, so a task that is trained again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,33 +16,26 @@ from torch.optim import Optimizer
 
 from blocktrain.learning.model import Linear
 
-INSIDE = (
-    "layers.",
-    "mix.",
-    "correct.",
-    "hand_on.",
-)  # from the residual stream to the residual stream
-STEEP = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Newton-Schulz with a steep start: five rounds bring singular values near one
+# Matrices from the residual stream to the residual stream.
+INSIDE = ("layers.", "mix.", "correct.", "hand_on.")
+# Newton-Schulz with a steep start: five rounds bring singular values near one.
+STEEP = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 MOMENTUM = 0.9
-LENGTH = 0.4  # of a step, root mean square, in learning rates: twice that of AdamW's steps, which measured best
+LENGTH = 0.4  # root mean square of a step, in learning rates; twice AdamW's, which measured best
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's own, taking its steps without asking for the compiler."""
+    """torch's own, without its hook for the compiler."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class Muon(Optimizer):
-    """Momentum whose steps are made orthogonal: every direction in a matrix moves alike, also those with small gradients.
+    """Momentum with orthogonal steps: all directions in a matrix move alike, however small.
 
-    A step is as long as the learning rate of AdamW wants it: both take the same one. Matrices that are stored side by side
-    (`parts`) are treated each by itself.
+    Steps are scaled so that AdamW's learning rate fits. Matrices that are stored side by side
+    (`parts`) are treated one by one.
     """
 
     def __init__(self, layers: Iterable[Linear], *, weight_decay: float) -> None:
@@ -84,7 +77,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Optimizers:
-    """All that moves one block, as one optimizer."""
+    """The optimizers of one block, as one."""
 
     def __init__(
         self, block: nn.Module, kind: Literal["muon", "adamw"], *, weight_decay: float
@@ -110,7 +103,7 @@ class Optimizers:
             part.step()
 
     def moments(self) -> dict[str, Tensor]:
-        """What is remembered of every parameter, as `moment.name`; nothing before the first step."""
+        """The state of every parameter, as `moment.name`; empty before the first step."""
         state = {p: of_one for part in self._parts for p, of_one in part.state.items()}
         return {
             f"{moment}.{name}": t
@@ -119,7 +112,7 @@ class Optimizers:
         }
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
-        """Continue with these moments; none of them: as new."""
+        """Continue with these moments; without any, start fresh."""
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for key, t in moments.items():
             moment, _, name = key.partition(".")
@@ -132,6 +125,9 @@ class Optimizers:
 
 
 def _spare_the_compiler() -> None:
-    """An optimizer imports torch's compiler, two seconds at every worker's start, to tell it what not to compile: say it beforehand."""
+    """Mark what the compiler must skip, so that the first optimizer does not import the compiler.
+
+    That import would take two seconds at every worker's start.
+    """
     add_group = inspect.unwrap(Optimizer.add_param_group)
     setattr(add_group, "__dynamo_disable", add_group)

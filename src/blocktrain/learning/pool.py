@@ -61,7 +61,7 @@ class _Fit(NamedTuple):
 
 
 def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, used: Tensor) -> _Fit:
-    """The mean over positions of log-probabilities (N, P, V), in portions that fit the CPU cache."""
+    """Of log-probabilities (N, P, V): the mean over positions, in portions that fit the cache."""
     positions = len(targets)
     loss, slope = 0.0, torch.zeros_like(weights)
     curve = FIT_RIDGE * positions * torch.eye(len(used), dtype=weights.dtype)
