@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktrain.clock import SystemClock
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
@@ -22,6 +23,19 @@ from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from blocktrain.worker.loop import Machine, Worker
 from conftest import tiny_config
+
+
+class SkippingClock(SystemClock):
+    """Sleeps take no time, but are counted; waiting for a thread is real."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._skipped += seconds
 
 
 def small(**changes: Any) -> Config:

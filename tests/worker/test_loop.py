@@ -31,7 +31,7 @@ from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker import loop as worker_module
 from blocktrain.worker.loop import Machine
 from blocktrain.worker.state import BlockFolder
-from support.worker_run import WorkerRun, worker_runs
+from support.worker_run import SkippingClock, WorkerRun, worker_runs
 
 
 @pytest.fixture
@@ -244,16 +244,15 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
         return fail
 
     client.before = {name: away(name) for name in calls}
-    here.worker(client).run()
+    here.worker(client, clock=SkippingClock()).run()
     # Joining, fetching, uploading; between two failures of an upload a heartbeat may get through.
     assert 3 <= len(here.events("away")) == len(here.events("back")) <= 4
     assert_plain(here, corpus)
 
 
 def test_a_worker_joins_again_when_it_is_told_to(
-    place: Callable[..., WorkerRun], corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+    place: Callable[..., WorkerRun], corpus: Corpus
 ) -> None:
-    monkeypatch.setattr(worker_module, "REJOIN_SECONDS", 0.01)
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
     forgotten = [Refused(Code.UNKNOWN_WORKER), Refused(Code.MISSING_CHUNKS)]
@@ -263,7 +262,7 @@ def test_a_worker_joins_again_when_it_is_told_to(
             raise forgotten.pop(0)
 
     client.before["submit"] = forget
-    here.worker(client).run()
+    here.worker(client, clock=SkippingClock()).run()
     assert len(here.events("joined")) == 2
     assert_plain(here, corpus)
 
