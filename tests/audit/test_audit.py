@@ -18,7 +18,7 @@ import torch
 
 from blocktrain.audit import recompute
 from blocktrain.audit.audit import audit
-from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, facts, open_folder
+from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, open_folder
 from blocktrain.coordinator.merge import Before, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Corpus
@@ -443,7 +443,7 @@ def test_damaged_and_missing_blobs_are_found(copy: Path) -> None:
 
 def test_a_body_has_one_spelling(folder: Path) -> None:
     entry = open_folder(folder).record().entries[4]
-    assert facts(ledger.JoinFacts, entry).worker == IDENTITIES["a"].worker
+    assert ledger.read_body(ledger.JoinFacts, entry).worker == IDENTITIES["a"].worker
     for body in (
         entry.body.replace(",", ", ", 1),
         "[]",
@@ -452,7 +452,7 @@ def test_a_body_has_one_spelling(folder: Path) -> None:
         entry.body[:-1] + ',"worker":"x"}',
     ):
         with pytest.raises(Refused, match="the body of entry 5"):
-            facts(ledger.JoinFacts, entry.model_copy(update={"body": body}))
+            ledger.read_body(ledger.JoinFacts, entry.model_copy(update={"body": body}))
 
 
 TRAINED: dict[str, tuple[Change, set[str]]] = {

@@ -223,15 +223,15 @@ def test_the_join_command_is_copied_with_its_token_and_shows_it_only_when_asked(
 
 def test_a_page_without_a_token_asks_for_it(browser: Browser, site: Site) -> None:
     with visiting(browser, site.url) as visit:
-        visit.waits_for("#door-title", "This run needs its token")
+        visit.waits_for("#sign-in-title", "This run needs its token")
         visit.until("document.activeElement.id === 'token'")
         visit.page.keyboard.type("a guess")
         visit.page.keyboard.press("Enter")
-        visit.waits_for("#door-wrong", "join token is missing or wrong")
+        visit.waits_for("#sign-in-wrong", "join token is missing or wrong")
         visit.page.fill("#token", TOKEN)
         visit.page.keyboard.press("Enter")
         visit.waits_for("#run-name", "words")
-        visit.page.wait_for_selector("#door", state="hidden")
+        visit.page.wait_for_selector("#sign-in", state="hidden")
 
 
 def test_it_comes_back_after_a_restart_and_says_what_is_old(

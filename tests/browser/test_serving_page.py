@@ -212,13 +212,13 @@ def test_a_key_is_asked_for(browser: Browser, run: Path, tmp_path: Path) -> None
     ) as process:
         with visiting(browser, f"{process.url}/") as visit:
             page = visit.page
-            page.locator("#door").wait_for()
+            page.locator("#sign-in").wait_for()
             for wrong in ("something", KEY):
                 page.fill("#key", wrong)
                 page.keyboard.press("Enter")
                 visit.waits_for(
-                    "#door-wrong" if wrong != KEY else "#model-name",
-                    "none of the API keys" if wrong != KEY else "small",
+                    "#sign-in-wrong" if wrong != KEY else "#model-name",
+                    "not an API key" if wrong != KEY else "small",
                 )
         with visiting(browser, f"{process.url}/#key={KEY}") as visit:
             visit.waits_for("#model-name", "small")

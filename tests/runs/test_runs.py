@@ -213,6 +213,6 @@ def test_events_are_read_while_written_and_without_a_torn_line(tmp_path: Path) -
         file.write('{"kind": "st')
     assert len(read_events(path)) == 1
     again = EventLog(path)
-    again.write("resume")
+    again.write("step")
     again.close()
-    assert [event["kind"] for event in read_events(path)] == ["start", "resume"]
+    assert [event["kind"] for event in read_events(path)] == ["start", "step"]

@@ -212,16 +212,16 @@ def test_the_history_can_be_asked_for_from_any_point(tmp_path: Path) -> None:
 def test_a_long_history_is_thinned_of_what_is_frequent(tmp_path: Path) -> None:
     feed = Feed(tmp_path / EVENTS)
     for number in range(MAX_HISTORY + 500):
-        feed.put(("update", "task", "refused")[number % 3], number=number)
+        feed.put(("update", "task", "refused")[number % 3], block=number)
         if number % 50 == 0:
-            feed.put("version", number=number)
+            feed.put("version", block=number)
     places, left_out, last = feed.listen(Listener())
     kept = list(feed.read(places))
     versions = (MAX_HISTORY + 500) // 50
     assert len(kept) == MAX_HISTORY and left_out == last - MAX_HISTORY
     assert sum(event.kind == "version" for event in kept) == versions
     assert [event.seq for event in kept] == sorted(event.seq for event in kept)
-    frequent = [event.value["number"] for event in kept if event.kind != "version"]
+    frequent = [event.value["block"] for event in kept if event.kind != "version"]
     assert frequent == list(range(MAX_HISTORY + 500 - len(frequent), MAX_HISTORY + 500)), (
         "the newest are kept"
     )
@@ -303,15 +303,15 @@ def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(
         count = 0
         for _ in range(20):  # more than the buffers of a line hold
             for _ in range(60):
-                coordinator.feed.put("refused", sentence="x" * 8000, number=(count := count + 1))
-            reader.wait("refused", number=count)
+                coordinator.feed.put("refused", sentence="x" * 8000, block=(count := count + 1))
+            reader.wait("refused", block=count)
         until(
             lambda: b"blocktrain_listeners 1.0" in fetch(url, "/metrics")[2],
             "the end of the one who does not read",
         )
-        coordinator.feed.put("refused", sentence="after it", number=(count := count + 1))
-        reader.wait("refused", number=count)
-        assert [e["number"] for e in reader.of("refused")] == list(range(1, count + 1))
+        coordinator.feed.put("refused", sentence="after it", block=(count := count + 1))
+        reader.wait("refused", block=count)
+        assert [e["block"] for e in reader.of("refused")] == list(range(1, count + 1))
         assert not reader.ended
 
 
@@ -388,16 +388,14 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 feed = Feed(Path({str(tmp_path / EVENTS)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(30):
-    feed.put("update", number=number)
+    feed.put("update", block=number)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-feed.put("version", dropped=feed.dropped)
+feed.put("version", clipped=feed.dropped)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     *fitted, last = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
-    assert [event["number"] for event in fitted] == list(range(len(fitted))) and 5 < len(
-        fitted
-    ) < 30
-    assert last["seq"] == 31 and last["dropped"] == 30 - len(fitted)
+    assert [event["block"] for event in fitted] == list(range(len(fitted))) and 5 < len(fitted) < 30
+    assert last["seq"] == 31 and last["clipped"] == 30 - len(fitted)
 
 
 def test_the_page_is_there_for_anyone_and_can_do_little(tmp_path: Path) -> None:

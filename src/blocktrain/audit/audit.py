@@ -19,20 +19,28 @@ from blocktrain.audit.evidence import (
     Finding,
     Name,
     Progress,
-    RoundBody,
-    RunBody,
     RunRecord,
     Totals,
-    UpdateBody,
-    VersionBody,
     checked,
-    facts,
 )
 from blocktrain.audit.recompute import add, clip_scale, next_weights, propose
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import verify, worker_id
+from blocktrain.protocol.ledger import (
+    ExpireFacts,
+    FinishFacts,
+    JoinFacts,
+    KickFacts,
+    LeaseFacts,
+    RoundBody,
+    RunBody,
+    StartFacts,
+    UpdateBody,
+    VersionBody,
+    read_body,
+)
 from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
 
@@ -126,8 +134,8 @@ class Auditor:
     run: RunBody | None = None
     config: Config | None = None
     last: ledger.LedgerEntry | None = None
-    joins: dict[str, ledger.JoinFacts] = field(default_factory=dict)  # by worker
-    newest: dict[int, ledger.LeaseFacts] = field(default_factory=dict)  # by task
+    joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
+    newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
         default_factory=dict
     )  # accepted, by id, with the number of the entry
@@ -179,32 +187,32 @@ class Auditor:
             case "run" if self.run is None:
                 self._run(entry)
             case "join":
-                join = facts(ledger.JoinFacts, entry)
+                join = read_body(JoinFacts, entry)
                 self.joins[join.worker] = join
                 if worker_id(join.public_key) != join.worker:
                     self.report(
                         "join", entry.seq, f"worker {join.worker} is not the name of its key"
                     )
             case "lease":
-                self._lease(entry, facts(ledger.LeaseFacts, entry))
+                self._lease(entry, read_body(LeaseFacts, entry))
             case "update":
-                self._update(entry, facts(UpdateBody, entry))
+                self._update(entry, read_body(UpdateBody, entry))
             case "version":
-                self._version(entry, facts(VersionBody, entry))
+                self._version(entry, read_body(VersionBody, entry))
             case "round":
-                closed = facts(RoundBody, entry)
+                closed = read_body(RoundBody, entry)
                 self._settle(entry, closed.block, (), closed.dropped)
             case "start":
-                facts(ledger.StartFacts, entry)
+                read_body(StartFacts, entry)
             case "expire":
-                facts(ledger.ExpireFacts, entry)
+                read_body(ExpireFacts, entry)
             case "kick":
-                self.kicked.add(facts(ledger.KickFacts, entry).worker)
+                self.kicked.add(read_body(KickFacts, entry).worker)
             case "finish":
-                facts(ledger.FinishFacts, entry)
+                read_body(FinishFacts, entry)
 
     def _run(self, entry: ledger.LedgerEntry) -> None:
-        run = facts(RunBody, entry)
+        run = read_body(RunBody, entry)
         self.run = run
         self.chains = {b.block: [_Published(b.weights)] for b in run.blocks if b.version == 0}
         try:
@@ -218,7 +226,7 @@ class Auditor:
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
 
-    def _lease(self, entry: ledger.LedgerEntry, lease: ledger.LeaseFacts) -> None:
+    def _lease(self, entry: ledger.LedgerEntry, lease: LeaseFacts) -> None:
         task, before = lease.order.task, self.newest.get(lease.order.task)
         if before is not None and lease.fence <= before.fence and lease != before:
             self.report(

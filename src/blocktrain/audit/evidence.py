@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from blocktrain.errors import BlockTrainError, Damaged, RunError, Unreachable
-from blocktrain.protocol import ledger
 from blocktrain.protocol.calls import Calls
-from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.ledger import LedgerEntry
-from blocktrain.protocol.messages import Blob, Count, Manifest, Message, Sha256, Weight, read
+from blocktrain.protocol.messages import Blob, Manifest
 from blocktrain.protocol.refusals import Code, Refused
 
 Totals = dict[str, tuple[int, int]]  # worker -> updates and tokens that became part of a version
@@ -48,38 +45,6 @@ Name = Literal[
     "lineage",
 ]
 Progress = Callable[[str, int, int], None]
-M = TypeVar("M", bound=Message)
-
-
-class UpdateBody(ledger.UpdateFacts):
-    """update, with what the coordinator decided."""
-
-    id: Sha256
-    accepted: bool
-    staleness: Count
-    weight: Weight
-    tokens: Count
-
-
-class VersionBody(ledger.VersionFacts):
-    """version, with what else it settled."""
-
-    dropped: dict[Sha256, str] = Field(default_factory=dict)
-    applied: tuple[Sha256, ...]
-    tokens: Count
-    norms: tuple[float, ...]
-
-
-class RunBody(ledger.RunFacts):
-    """run, with the rules that it is coordinated by."""
-
-    policy: dict[str, Any] = Field(default_factory=dict)
-
-
-class RoundBody(ledger.RoundFacts):
-    """round, with the updates that became part of nothing."""
-
-    dropped: dict[Sha256, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -205,21 +170,6 @@ def checked(source: EvidenceSource, blob: Blob) -> bytes:
     if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:
         raise Damaged(f"the blob {blob.sha256} does not hold the {blob.length} bytes of its name")
     return content
-
-
-def facts(kind: type[M], entry: LedgerEntry) -> M:
-    """The known fields of an entry; the body may have more."""
-    try:
-        body = json.loads(entry.body)
-        if not isinstance(body, dict) or canonical_json(body) != entry.body:
-            raise ValueError("it is not the canonical JSON of an object")
-    except (ValueError, RecursionError) as error:
-        raise Refused(Code.MALFORMED, f"the body of entry {entry.seq}: {error}") from None
-    return read(
-        kind,
-        canonical_json({name: body[name] for name in kind.model_fields if name in body}).encode(),
-        ledger.MAX_BODY,
-    )
 
 
 def _entry(row: tuple[Any, ...]) -> LedgerEntry:

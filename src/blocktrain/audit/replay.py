@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.audit.evidence import Finding, Name, Progress, UpdateBody
+from blocktrain.audit.evidence import Finding, Name, Progress
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
@@ -28,6 +28,7 @@ from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import Trainer, block_weights, put_weights
 from blocktrain.protocol import compression, ledger, tensors
+from blocktrain.protocol.ledger import UpdateBody
 from blocktrain.protocol.messages import Blob, Order, Submission
 
 Read = Callable[[Blob], bytes]

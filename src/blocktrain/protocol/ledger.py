@@ -1,13 +1,16 @@
-"""The public record as it travels: entries that name the hash of the one before, the facts in them, and a check of the chain.
+"""The public record: hash-chained entries, and the body of each kind of entry.
 
-With the blobs it is all that a replay needs. Facts are typed here so that a coordinator cannot forget what an audit asks for.
+With the blobs it is all that a replay needs. `BODIES` defines each body once, for the coordinator
+that writes it and for the audit that reads it. A class named `...Facts` that has a `...Body` is the
+part that the calls of a coordinator know; the store adds the rest of the body.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -32,11 +35,15 @@ from blocktrain.protocol.messages import (
     Settings,
     Sha256,
     Submission,
+    Weight,
     WorkerId,
+    read,
 )
+from blocktrain.protocol.refusals import Code, Refused
 
 BEGINNING = "0" * 64  # `previous` of the first entry
 MAX_BODY = 1 << 20
+M = TypeVar("M", bound=Message)
 
 Kind = Literal[
     "run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"
@@ -163,6 +170,65 @@ class FinishFacts(Message):
     """finish: the run ended."""
 
     reason: Sentence
+
+
+class RunBody(RunFacts):
+    """run, with the rules that it is coordinated by."""
+
+    policy: dict[str, Any] = Field(default_factory=dict)
+
+
+class UpdateBody(UpdateFacts):
+    """update, with what the coordinator decided."""
+
+    id: Sha256
+    accepted: bool
+    staleness: Count
+    weight: Weight
+    tokens: Count
+
+
+class VersionBody(VersionFacts):
+    """version, with what else it settled."""
+
+    dropped: dict[Sha256, str] = Field(default_factory=dict)
+    applied: tuple[Sha256, ...]
+    tokens: Count
+    norms: tuple[float, ...]
+
+
+class RoundBody(RoundFacts):
+    """round, with the updates that were left out of it."""
+
+    dropped: dict[Sha256, str] = Field(default_factory=dict)
+
+
+BODIES: dict[Kind, type[Message]] = {
+    "run": RunBody,
+    "start": StartFacts,
+    "join": JoinFacts,
+    "lease": LeaseFacts,
+    "expire": ExpireFacts,
+    "update": UpdateBody,
+    "version": VersionBody,
+    "round": RoundBody,
+    "kick": KickFacts,
+    "finish": FinishFacts,
+}
+
+
+def read_body(kind: type[M], entry: LedgerEntry) -> M:
+    """The known fields of an entry's body. A newer coordinator may have written more."""
+    if BODIES[entry.kind] is not kind:
+        raise Refused(Code.MALFORMED, f"entry {entry.seq} is a {entry.kind}")
+    try:
+        body = json.loads(entry.body)
+        if not isinstance(body, dict) or canonical_json(body) != entry.body:
+            raise ValueError("it is not the canonical JSON of an object")
+    except (ValueError, RecursionError) as error:
+        raise Refused(Code.MALFORMED, f"the body of entry {entry.seq}: {error}") from None
+    known = {name: body[name] for name in kind.model_fields if name in body}
+    return read(kind, canonical_json(known).encode(), MAX_BODY)
 
 
 def entry_hash(seq: int, kind: str, body: str, previous: str) -> str:

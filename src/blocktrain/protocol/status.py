@@ -1,4 +1,7 @@
-"""What `GET /v1/status` tells: blocks, rounds, workers, and every byte in and out. For people and pages; nothing is decided by it."""
+"""The answer to `GET /v1/status`: blocks, rounds, workers, and all bytes in and out.
+
+For people and pages; nothing is decided by it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ class BlockStatus(Traffic):
     accepted: Count
     refused: Count
     late: Count
-    """Of the accepted ones, those with an older base."""
+    """Accepted updates that were trained from an older version of the block."""
+    late_by_one: Count = 0
+    """Of the late ones, those that were one version behind; they count in full."""
     round: RoundStatus | None = None
 
 
@@ -100,12 +105,14 @@ class Status(Traffic):
     token_budget: Count | None = None
     round_budget: Count | None = None
     task_seconds: Seconds = 0.0
-    """How long a task should take; 0 is not told."""
+    """How long a task should take; 0 is unknown."""
     task_steps: Count | None = None
     """Steps of every task, if they do not follow from the worker's speed."""
     blocks: Annotated[tuple[BlockStatus, ...], Field(max_length=MAX_BLOCKS)]
     workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=MAX_WORKERS)]
-    """All that are here, and of those that were as many as there is room for."""
+    """All that are here, then as many of the others as there is room for."""
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, Loss] = Field(default_factory=dict)
     """Cross entropy on the valid part by what was scored: block-1, pool, fused."""
+    scores_seconds: Seconds | None = None
+    """Since they were computed."""

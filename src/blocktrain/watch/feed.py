@@ -1,6 +1,6 @@
-"""What happens in a run, as numbered events: appended to a log that people keep, and told at once to whoever listens.
+"""The events of a run, numbered: appended to a log, and sent to listeners at once.
 
-The log is for people. A disk that takes no more of it stops nothing: events are dropped and counted.
+The log is for people. A full disk does not stop the run: events are dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blocktrain.protocol.events import EventLog
+from blocktrain.protocol.events import EventLog, event_fields
 
 EVENTS = "events.jsonl"  # in the coordinator's folder
-MAX_HISTORY = (
-    5000  # events that a newcomer is told; above that the oldest of the frequent kinds are left out
-)
+MAX_HISTORY = 5000  # events sent to a new listener; of frequent kinds only the newest
 FREQUENT = ("update", "task", "refused")
 MAX_BEHIND = 2000  # events that a listener may be behind
 _KIND = re.compile(r"[a-z]{1,20}\Z")
@@ -60,7 +58,7 @@ def as_event(line: bytes) -> Event | None:
 
 
 class History:
-    """Where the events of a log are. Knows every rare event and the newest frequent ones; the lines themselves stay on the disk."""
+    """The positions of the events in a log: all rare ones, and the newest frequent ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,7 +78,7 @@ class History:
             self._places.append(place)
 
     def scan(self) -> Iterator[Event]:
-        """Note all that is in the log, telling each."""
+        """Index the whole log; gives every event."""
         place = 0
         with self._path.open("rb") as file:
             for line in file:
@@ -91,7 +89,7 @@ class History:
                 place += len(line)
 
     def after(self, seq: int) -> tuple[list[int], int]:
-        """Places of the events that a listener who knows those up to `seq` is told, and how many are left out."""
+        """(positions of the events after `seq` to send, how many are left out)."""
         first = bisect_right(self._seqs, seq)
         rare = list(zip(self._seqs[first:], self._places[first:], strict=True))
         frequent = [found for found in self._frequent if found[0] > seq]
@@ -100,7 +98,7 @@ class History:
         return [place for _, place in sorted(rare + kept)], count - len(kept)
 
     def read(self, places: list[int]) -> Iterator[Event]:
-        """The events at these places; none, if somebody has taken the log away."""
+        """The events at these positions; none if the log was removed."""
         with suppress(OSError), self._path.open("rb") as file:
             for place in places:
                 file.seek(place)
@@ -109,7 +107,10 @@ class History:
 
 
 class Listener:
-    """Events that one reader has not taken yet. When it is `gone`, or has left too many lying, it gets no more."""
+    """The events that one reader has not taken yet.
+
+    A reader that is too far behind is `gone` and gets no more.
+    """
 
     def __init__(
         self, wake: Callable[[], None] = lambda: None, kinds: Container[str] | None = None
@@ -139,7 +140,10 @@ class Listener:
 
 
 class Feed:
-    """Numbers events, appends them to the log and tells the listeners; never raises, whatever the disk does."""
+    """Numbers events, appends them to the log and sends them to listeners.
+
+    A failing disk is counted, never raised.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._mutex = threading.Lock()
@@ -151,6 +155,7 @@ class Feed:
         self.problem = ""  # why, for people
         self.states: dict[str, str] = {}  # by worker: what was told of it last
         self.scores: dict[str, float] = {}  # the newest
+        self.scored: float | None = None  # when, in seconds since 1970
         self._path = path
         if path is not None:
             self._open(path)
@@ -160,9 +165,8 @@ class Feed:
             self._log = EventLog(path)
             for event in self._history.scan():
                 if event.kind in ("worker", "score"):
-                    with suppress(
-                        ValueError, TypeError, AttributeError
-                    ):  # whoever has edited the log, the run must start
+                    # An edited log must not keep the run from starting.
+                    with suppress(ValueError, TypeError, AttributeError, KeyError):
                         self._remember(event.value)
         except OSError as error:
             self._drop(error)
@@ -172,11 +176,14 @@ class Feed:
         if value["kind"] == "worker":
             self.states[value.get("worker", "")] = value.get("state", "")
         elif value["kind"] == "score":
-            self.scores = dict(value.get("scores", {}))
+            self.scores, self.scored = dict(value.get("scores", {})), float(value["time"])
 
     def _drop(self, error: OSError) -> None:
         self.dropped += 1
-        self.problem = f"cannot write {self._path}: {error.strerror or error}; the run goes on, and what happens is missing in this log"
+        self.problem = (
+            f"cannot write {self._path}: {error.strerror or error};"
+            " the run goes on, but its events are missing in this log"
+        )
 
     @property
     def empty(self) -> bool:
@@ -187,7 +194,9 @@ class Feed:
         """Something happened."""
         with self._mutex:
             self._last += 1
-            value = {"seq": self._last, "time": round(time.time(), 3), "kind": kind, **fields}
+            moment = round(time.time(), 3)
+            checked = event_fields(kind, **fields)
+            value = {"seq": self._last, "time": moment, "kind": kind, **checked}
             event = Event(self._last, kind, json.dumps(value).encode())
             self._remember(value)
             self._store(event)
@@ -205,13 +214,14 @@ class Feed:
             self._drop(error)
 
     def listen(self, listener: Listener, after: int = 0) -> tuple[list[int], int, int]:
-        """From now on tell the listener; gives the places of what it has missed, how many are left out of them, and the last number."""
+        """Add a listener; gives (positions of the events it missed, how many are left out, last).
+
+        A number that was never given comes from another log, so it counts as 0.
+        """
         with self._mutex:
             self._forget_gone()
             self._listeners.append(listener)
-            known = (
-                after if after <= self._last else 0
-            )  # a number that was never given: it comes from another log
+            known = after if after <= self._last else 0
             return *self._history.after(known), self._last
 
     def _forget_gone(self) -> None:

@@ -1,6 +1,6 @@
 // Curves with a legend that is also their table. Drawn by uPlot, which lies beside this file.
 
-import { bytes, elapsed, nats, short } from "./words.js";
+import { bytes, elapsed, nats, short } from "./format.js";
 
 const HEIGHT = 236;
 const FEW = 40; // points below which each is marked

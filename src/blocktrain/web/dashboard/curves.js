@@ -4,7 +4,7 @@ import { bought } from "./fold.js";
 import { Chart, FUSED, POOLED, look, smoothed } from "./charts.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Keyed, swatch } from "./tables.js";
-import { NONE, blockTitle, change, nats, perByte, scoreTitle, unitOf } from "./words.js";
+import { NONE, blockTitle, change, nats, perByte, scoreTitle, unitOf } from "./format.js";
 
 const LONG = 12; // rows of a legend before it scrolls
 const ORDER = { pool: 1000, fused: 1001 };

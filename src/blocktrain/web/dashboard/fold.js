@@ -25,6 +25,7 @@ export function begin() {
     rounds: 0, // closed with a version
     loss: new Map(), // curve by block
     scores: new Map(), // curve by what was scored: block-1, pool, fused
+    scored: null, // unix seconds of the newest score
     pace: [], // [time, share of the budget]
     feed: [], // newest last
     told: 0, // events that ever were in the feed
@@ -95,6 +96,7 @@ const FOLDS = {
     if (worker.task?.task === e.task) finishTask(state, worker);
     block.accepted++;
     block.late += e.staleness > 0 ? 1 : 0;
+    block.lateByOne += e.staleness === 1 ? 1 : 0;
     block.bytesIn += numberOr(e.bytes, 0);
     block.round.leased.delete(e.task);
     block.round.updates.add(e.worker);
@@ -142,6 +144,7 @@ const FOLDS = {
 
   score(state, e) {
     moved(state, e);
+    state.scored = numberOr(e.time, state.scored);
     const versions = Object.entries(e.versions ?? {}).map(([index, version]) => [Number(index), version]);
     const steps = new Map(
       versions.map(([index, version]) => [index, blockOf(state, index).stepsAt.get(version) ?? blockOf(state, index).steps]),
@@ -177,6 +180,7 @@ const FOLDS = {
 function tellBlock(state, said, now) {
   const block = blockOf(state, said.block);
   for (const name of ["version", "steps", "tokens", "accepted", "refused", "late"]) block[name] = said[name];
+  block.lateByOne = numberOr(said.late_by_one, block.lateByOne);
   Object.assign(block, { loss: said.loss ?? block.loss, bytesIn: said.bytes_in, bytesOut: said.bytes_out });
   const open = said.round;
   if (!open) return;
@@ -211,7 +215,8 @@ function workerOf(state, id, time) {
 function blockOf(state, index) {
   let block = state.blocks.get(index);
   if (!block) {
-    block = { index, version: 0, steps: 0, tokens: 0, loss: null, accepted: 0, late: 0, refused: 0, bytesIn: 0, bytesOut: 0 };
+    block = { index, version: 0, steps: 0, tokens: 0, loss: null, accepted: 0, late: 0, lateByOne: 0 };
+    Object.assign(block, { refused: 0, bytesIn: 0, bytesOut: 0 });
     Object.assign(block, { born: null, stepsAt: new Map([[0, 0]]), round: openRound() });
     if (isIndex(index)) state.blocks.set(index, block);
   }

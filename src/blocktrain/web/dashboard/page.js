@@ -2,12 +2,12 @@
 
 import { begin, fold } from "./fold.js";
 import { Curves } from "./curves.js";
-import { Line, ask } from "./line.js";
+import { Connection, ask } from "./connection.js";
 import { Player } from "./player.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Feed, Head, Ledger, Refusals, blockTable, blockViews } from "./views.js";
 import { Workers } from "./workers.js";
-import { clock, count, duration, runTitle, sentence } from "./words.js";
+import { clock, count, duration, runTitle, sentence } from "./format.js";
 
 const CHART_MS = 250; // between two drawings of the charts
 const LEDGER_MS = 5000; // between two looks at the ledger
@@ -47,7 +47,7 @@ const player = new Player({
   say,
 });
 
-const line = new Line({
+const line = new Connection({
   events(events) {
     const over = live.finished;
     for (const event of events) take(event);
@@ -120,14 +120,14 @@ function render() {
   const state = film ? film.state : live;
   const locked = link.phase === "locked" && !film;
   const known = state.run !== null && !locked;
-  const asked = locked && byId("door").hidden;
-  setHidden(byId("door"), !locked);
+  const asked = locked && byId("sign-in").hidden;
+  setHidden(byId("sign-in"), !locked);
   if (asked) byId("token").focus();
   setHidden(byId("empty"), locked || known);
   setHidden(byId("run"), !known);
   renderLine();
   player.update();
-  if (locked) return renderDoor();
+  if (locked) return renderSignIn();
   if (!known) return renderEmpty();
   const time = now();
   head.update(state, time);
@@ -191,10 +191,10 @@ function pause() {
   return seconds > 0 ? `Trying again in ${seconds} s.` : "Trying again now.";
 }
 
-function renderDoor() {
-  setText(byId("door-title"), link.wrong ? "This is not the token of the run" : "This run needs its token");
-  setText(byId("door-text"), "It is in the join command that the coordinator printed, after --token. It stays in this tab.");
-  setText(byId("door-wrong"), link.wrong ? `${sentence(link.sentence)}.` : "");
+function renderSignIn() {
+  setText(byId("sign-in-title"), link.wrong ? "This is not the token of the run" : "This run needs its token");
+  setText(byId("sign-in-text"), "It is in the join command that the coordinator printed, after --token. It stays in this tab.");
+  setText(byId("sign-in-wrong"), link.wrong ? `${sentence(link.sentence)}.` : "");
 }
 
 function renderEmpty() {
@@ -224,14 +224,16 @@ function renderJoin(state) {
   setHidden(byId("finished"), !over);
   const shown = (what) => command(what, token && !revealed ? "••••••••" : token);
   setText(byId("join-command"), shown("worker"));
-  setText(byId("pull-command"), shown("pull"));
+  // A replay has no coordinator at its address, so there is nothing to pull from it.
+  setHidden(byId("pull"), player.film !== null);
+  setText(byId("pull-command"), player.film ? "" : shown("pull"));
   setHidden(byId("join-reveal"), !token);
   setText(byId("join-reveal"), revealed ? "Hide token" : "Show token");
   setAttribute(byId("join-reveal"), "aria-pressed", revealed);
   setText(byId("join-note"), `${state.workers.size ? "" : "Nobody has joined yet. "}On any machine that should help:`);
   byId("join").classList.toggle("first", state.workers.size === 0);
   setHidden(byId("join-hint"), !LOOPBACK.test(location.hostname));
-  if (over) setText(byId("finished-text"), `${sentence(state.finished.reason)}. Take the model out with:`);
+  if (over) setText(byId("finished-text"), `${sentence(state.finished.reason)}.${player.film ? "" : " Get the model with:"}`);
 }
 
 function command(what, secret) {
@@ -351,7 +353,7 @@ function wire() {
     unzoom();
   });
   chosen("tone", (value) => (feed.tone = value));
-  byId("door-form").addEventListener("submit", (event) => {
+  byId("sign-in-form").addEventListener("submit", (event) => {
     event.preventDefault();
     token = byId("token").value.trim();
     byId("token").value = "";

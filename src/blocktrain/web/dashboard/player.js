@@ -1,9 +1,9 @@
 // The bar under a replayed log: play, slider, speed, keys; and the ways to bring a log here.
 
-import { parseLog } from "./line.js";
+import { parseLog } from "./connection.js";
 import { Film, SPEEDS } from "./replay.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
-import { clock, elapsed } from "./words.js";
+import { clock, elapsed } from "./format.js";
 
 const FIELDS = "input:not([type=range]), select, button, [contenteditable]"; // keys belong to them
 const byId = (id) => document.getElementById(id);

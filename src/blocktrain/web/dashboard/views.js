@@ -5,6 +5,7 @@ import { FUSED, look } from "./charts.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Keyed, meter, setMeter, swatch, tableOf } from "./tables.js";
 import {
+  ago,
   blockTitle,
   bytes,
   change,
@@ -23,7 +24,7 @@ import {
   tell,
   unitOf,
   who,
-} from "./words.js";
+} from "./format.js";
 
 const TOLD = 80; // lines of the feed
 const SEGMENTS = 24; // blocks that have a bar of their own in the head
@@ -68,7 +69,7 @@ export class Head {
     }));
     this.segments.update(blocks.length <= SEGMENTS ? blocks : [{ index: "all blocks", share: done, colour: "--accent" }]);
     setText(byId("budget"), budget(state));
-    this.figures.update(figures(state));
+    this.figures.update(figures(state, now));
   }
 }
 
@@ -110,7 +111,7 @@ function budget(state) {
   return parts.filter(Boolean).join(" · ");
 }
 
-function figures(state) {
+function figures(state, now) {
   const workers = [...state.workers.values()];
   const working = workers.filter((worker) => worker.state === "training").length;
   const here = workers.filter(isHere).length;
@@ -119,6 +120,8 @@ function figures(state) {
   const moved = state.bytesIn + state.bytesOut;
   const score = (name) => (state.scores.has(name) ? bought(state.scores.get(name)) : null);
   const [pool, fused] = [score("pool"), score("fused")];
+  const scoredAgo = state.scored == null ? "" : ` · scored ${ago(now - state.scored)}`;
+  const note = (found) => (found ? `${nats(found.now / Math.LN2)} bits per byte${scoredAgo}` : "not scored yet");
   const best = gained(state);
   const refused = [...state.refusals.values()].reduce((sum, found) => sum + found.count, 0);
   const accepted = [...state.blocks.values()].reduce((sum, block) => sum + block.accepted, 0);
@@ -126,7 +129,7 @@ function figures(state) {
     {
       name: "Pooled CE",
       value: nats(pool?.now),
-      note: pool ? `${nats(pool.now / Math.LN2)} bits per byte` : "not scored yet",
+      note: note(pool),
       lead: !fused,
     },
     ...(state.run.fusion
@@ -134,7 +137,7 @@ function figures(state) {
           {
             name: "Fused CE",
             value: nats(fused?.now),
-            note: fused ? `${nats(fused.now / Math.LN2)} bits per byte` : "not scored yet",
+            note: note(fused),
             lead: true,
           },
         ]
@@ -223,9 +226,19 @@ function putSteps(_, { block, run, share: part }, { text, bar }) {
   setMeter(bar, part);
 }
 
-function putUpdates(_, { block }, { top, small }) {
+const LATE =
+  "Late updates were trained from an older version of the block. They are used: one version behind counts in full, each further version behind counts less.";
+
+function putUpdates(cell, { block }, { top, small }) {
+  const later = block.late - block.lateByOne;
+  const parts = [
+    block.lateByOne && `${block.lateByOne} one version behind`,
+    later > 0 && `${later} later`,
+    block.refused && `${block.refused} refused`,
+  ];
   setText(top, count(block.accepted));
-  setText(small, [block.late && `${block.late} late`, block.refused && `${block.refused} refused`].filter(Boolean).join(", "));
+  setText(small, parts.filter(Boolean).join(", "));
+  setAttribute(cell, "title", block.late ? LATE : null);
 }
 
 function putTraffic(_, { block }, { top, small }) {

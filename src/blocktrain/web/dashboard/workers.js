@@ -2,7 +2,7 @@
 
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { meter, setMeter, tableOf } from "./tables.js";
-import { NONE, ago, bytes, count, many, speed } from "./words.js";
+import { NONE, ago, bytes, count, many, speed } from "./format.js";
 
 const AT_FIRST = 25; // rows; a button shows the rest
 const RANK = { training: 0, waiting: 0, lost: 1, left: 2, kicked: 3 }; // between tasks nobody changes place

@@ -1,10 +1,10 @@
 // The page: what is shown when, and every button.
 
-import { Refusal, answer as listen, ask } from "./line.js";
-import { Paper } from "./paper.js";
+import { Refusal, answer as listen, ask } from "./requests.js";
+import { Editor } from "./editor.js";
 import { setAttribute, setHidden, setText } from "./elements.js";
 import { Answers, Figures, Hosts, Strip, degradedWords, missingWords, modelWords, serverWords } from "./views.js";
-import { digits, many, sentence } from "./words.js";
+import { digits, many, sentence } from "./format.js";
 
 const LOOK_MS = 1000; // between two looks at the status
 const WAITS = [1000, 2000, 4000, 8000];
@@ -25,7 +25,7 @@ let last = null; // {before: the sheet before the last answer}
 let numbers = 0;
 let framed = 0;
 
-const paper = new Paper(byId("sheet"), byId("ink"), byId("text"), () => {
+const paper = new Editor(byId("sheet"), byId("ink"), byId("text"), () => {
   if (!writing) last = null;
   draw();
 });
@@ -99,7 +99,7 @@ const PILLS = { connecting: "connecting", live: "ready", away: "away", locked: "
 
 function render() {
   const known = status !== null && phase !== "locked";
-  setHidden(byId("door"), phase !== "locked");
+  setHidden(byId("sign-in"), phase !== "locked");
   setHidden(byId("empty"), known || phase === "locked");
   setHidden(byId("model"), !known);
   setHidden(byId("notice"), !(known && phase === "away"));
@@ -107,7 +107,7 @@ function render() {
   setAttribute(byId("pill"), "class", `pill ${missing ? "partial" : writing ? "writing" : phase}`);
   setText(byId("pill").lastElementChild, missing || (writing ? "writing" : PILLS[phase]));
   setText(byId("notice-text"), `${sentence(reason)} Trying again by itself.`);
-  setText(byId("door-wrong"), reason && sentence(reason));
+  setText(byId("sign-in-wrong"), reason && sentence(reason));
   if (phase === "away") setText(byId("empty-title"), "The server does not answer");
   setText(byId("empty-text"), phase === "away" ? `${sentence(reason)} Trying again by itself.` : "Asking the server for its model.");
   if (!known) return;
@@ -299,7 +299,7 @@ function wire() {
   byId("try-now").addEventListener("click", look);
   byId("code-copy").addEventListener("click", (event) => copy(event.currentTarget, code(key || "none")));
   for (const id of ["mode", "length"]) byId(id).addEventListener("input", draw);
-  byId("door-form").addEventListener("submit", (event) => {
+  byId("sign-in-form").addEventListener("submit", (event) => {
     event.preventDefault();
     key = byId("key").value.trim();
     byId("key").value = "";

@@ -2,7 +2,7 @@
 
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Rows } from "./tables.js";
-import { NONE, bytes, count, digits, duration, listed, many, milliseconds, percent } from "./words.js";
+import { NONE, bytes, count, digits, duration, listed, many, milliseconds, percent } from "./format.js";
 
 const COLOURS = 6;
 const BARS = 160; // sweeps that the strip has room for

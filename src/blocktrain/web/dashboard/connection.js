@@ -1,4 +1,5 @@
-// The line to the coordinator: server-sent events over fetch, as EventSource cannot send a token. It comes back by itself.
+// The connection to the coordinator: server-sent events over fetch, because EventSource cannot send
+// a token. It reconnects by itself.
 
 const PATIENCE = 25000; // ms without a byte (the coordinator sends a comment every 10 s)
 const WAITS = [500, 1000, 2000, 4000, 8000];
@@ -51,7 +52,7 @@ export async function ask(path, token, options = {}) {
 
 // Tells `on.events([...])`, `on.ready()`, `on.skew(seconds)` and `on.change({phase, ...})`;
 // phases: connecting, live, ended, away (retryAt, sentence), locked (wrong, sentence).
-export class Line {
+export class Connection {
   constructor(on) {
     Object.assign(this, { on, token: "", after: 0, tries: 0, running: null, timer: 0, replay: false, leftOut: 0 });
   }

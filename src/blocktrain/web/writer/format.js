@@ -1,4 +1,4 @@
-// Numbers as people say them.
+// Numbers as text.
 
 const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 export const NONE = "–";

@@ -1,4 +1,4 @@
-// What is asked of the server: the status, and answers as server-sent events over fetch.
+// Requests to the server: the status, and answers as server-sent events over fetch.
 
 export class Refusal extends Error {
   constructor(status, body, retryAfter) {

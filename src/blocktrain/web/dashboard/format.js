@@ -1,4 +1,4 @@
-// Numbers and events as people say them.
+// Numbers and events as text.
 
 const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 const LARGE = ["", " k", " M", " G", " T"];

@@ -1,10 +1,11 @@
-// The sheet: one text that both write. A textarea on top holds it; the ink below shows who wrote what, a shade for each sweep.
+// The text that you and the model write together. A textarea holds it; a layer below it shows who
+// wrote what, with a shade for each sweep.
 
 import { make } from "./elements.js";
 
 const NEAR = 48; // pixels from the end within which the sheet follows what is written
 
-export class Paper {
+export class Editor {
   constructor(sheet, ink, area, changed) {
     Object.assign(this, { sheet, ink, area, changed, parts: [] }); // parts: [{text, sweep}], sweep null: yours
     area.addEventListener("input", () => this.edited());
