@@ -1,4 +1,4 @@
-"""Frames: the same bytes every time, the same frames however the stream is cut, and no bytes that could hurt the reader."""
+"""Frames: the same bytes every time, however the stream is cut; no bytes can hurt the reader."""
 
 from __future__ import annotations
 
@@ -349,16 +349,12 @@ def test_the_document_has_every_kind_field_and_code() -> None:
         .split("## Frames between stages")[1]
     )
     for why, sentence in frames.SENTENCES.items():
-        assert (
-            f"| `{why}` | {'session' if why in frames.SESSION_ONLY else 'connection'} | {sentence} |"
-            in text
-        )
+        ends = "session" if why in frames.SESSION_ONLY else "connection"
+        assert f"| `{why}` | {ends} | {sentence} |" in text
     for kind, header in frames.HEADERS.items():
         (row,) = [
             line for line in text.splitlines() if line.startswith(f"| {kind.name} | {int(kind)} | ")
         ]
         assert [field for field in header.__struct_fields__ if f"`{field}`" not in row] == []
-    assert (
-        "42544631 0002 06 00 1122334455667788 00000009 00000006 0000000000000005  95 03 28 05 01 00  68656c6c6f"
-        in text
-    )
+    prefix = "42544631 0002 06 00 1122334455667788 00000009 00000006 0000000000000005"
+    assert f"{prefix}  95 03 28 05 01 00  68656c6c6f" in text

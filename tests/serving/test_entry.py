@@ -1,4 +1,4 @@
-"""An entry with real stages behind real sockets: the same bytes as one machine in every mode, whatever dies on the way."""
+"""An entry with real stages behind real sockets: the same text as one machine, whatever dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API as its users call it: OpenAI's own client against `blocktrain serve`, alone and in front of two stages."""
+"""OpenAI's own client against `blocktrain serve`, alone and in front of two stages."""
 
 from __future__ import annotations
 
@@ -358,7 +358,8 @@ def test_who_hangs_up_is_not_written_for_any_more(guarded: Process) -> None:
             until(lambda: guarded.status(**key)["requests"]["running"] == 0)
     with closing(connected(guarded)) as line:
         body = json.dumps({"model": "small", "max_tokens": 8192, "mode": "autoregressive"}).encode()
-        head = f"Host: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"Host: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
         until(lambda: guarded.status(**key)["requests"]["running"] == 1)
     until(lambda: guarded.status(**key)["requests"]["running"] == 0)
@@ -418,7 +419,7 @@ def test_metrics_add_up(alone: Process) -> None:
 
 
 def test_three_processes_write_what_one_does(run: Path) -> None:
-    """Also when one of them is killed: a block is missing then, and the answer says so, or is refused, also in the middle."""
+    """Also when one is killed: the answer says that a block is missing, or is refused."""
     here = ("--listen", "127.0.0.1:0")
     alone = blocktrain(
         "generate",

@@ -1,4 +1,4 @@
-"""Stages that are found through a coordinator: told of, listed, dialled, used, and forgotten when they are gone."""
+"""Choosing stages, and stages found through a coordinator: listed, dialled, used, forgotten."""
 
 from __future__ import annotations
 

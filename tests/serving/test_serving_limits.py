@@ -1,4 +1,4 @@
-"""What `serve` does to those who are slow, too many, or gone: the app in this process, with shorter deadlines, on real sockets."""
+"""What `serve` does to clients that are slow, too many, or gone: real sockets, short deadlines."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ async def line(server: AppServer) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def head(length: int) -> bytes:
-    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
 def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(

@@ -1,4 +1,4 @@
-"""Stages: remote equals local to the bit, alone and among others; every refusal by its name; nobody can stop them for the rest."""
+"""Stages: remote equals local to the bit; every refusal by its name; no client stops the others."""
 
 from __future__ import annotations
 

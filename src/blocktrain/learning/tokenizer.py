@@ -41,9 +41,9 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.token(token_id) for token_id in ids)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> TokenDecoder:
         """For ids that arrive one after another."""
-        return Decoder(self)
+        return TokenDecoder(self)
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
@@ -65,7 +65,7 @@ class Tokenizer(ABC):
         return digest.hexdigest()
 
 
-class Decoder:
+class TokenDecoder:
     """Ids in, what is complete of their text out. Use either `bytes` or `text`, not both."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

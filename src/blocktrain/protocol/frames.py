@@ -1,7 +1,7 @@
-"""TCP frames between an entry and its stages, without I/O: headers as types, `encode`, and a Decoder fed with any bytes.
+"""TCP frames between an entry and its stages, without I/O: typed headers, `encode`, `Decoder`.
 
-A frame is 32 bytes (magic, protocol, kind, flags, session, sequence, two lengths), a small typed header in msgpack, and raw
-tensor bytes. Nothing is taken on trust: lengths are checked before there is room for what they announce.
+A frame is 32 bytes (magic, protocol, kind, flags, session, sequence, two lengths), a small typed
+header in msgpack, and raw tensor bytes. Lengths are checked before memory is reserved for them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Kind(IntEnum):
 
 
 class Why(StrEnum):
-    """Why a frame, a session or a connection is refused. Stable: programs compare these, people read the sentence."""
+    """Why a frame, a session or a connection is refused.
+
+    The values are stable: programs compare them, people read the sentence.
+    """
 
     MALFORMED = "malformed"
     WRONG_PROTOCOL = "wrong_protocol"
@@ -84,8 +87,12 @@ class Why(StrEnum):
 
 SENTENCES: dict[Why, str] = {
     Why.MALFORMED: "this is no frame of this protocol; compare it with docs/protocol.md",
-    Why.WRONG_PROTOCOL: "the protocol numbers differ; install the same version of blocktrain on all hosts",
-    Why.TOO_LARGE: "the frame is larger than its session allows; send no more positions than were opened",
+    Why.WRONG_PROTOCOL: (
+        "the protocol numbers differ; install the same version of blocktrain on all hosts"
+    ),
+    Why.TOO_LARGE: (
+        "the frame is larger than its session allows; send no more positions than were opened"
+    ),
     Why.UNEXPECTED: "a frame of this kind has no place here; follow the order in docs/protocol.md",
     Why.WRONG_KEY: "the keys differ; give the same file with --key on all hosts",
     Why.WRONG_FINGERPRINT: "the settings of the model differ; serve the same run on all hosts",
@@ -96,17 +103,29 @@ SENTENCES: dict[Why, str] = {
     ),
     Why.TOO_SLOW: "the bytes did not arrive in time; connect again over a faster line",
     Why.BUSY: "there are too many connections; close one, or start another stage",
-    Why.OUT_OF_ORDER: "the sequence number is not the next of its session; number frames one by one and send them in order",
-    Why.DUPLICATED: "this frame or session was sent before; send everything once, and open sessions under new numbers",
-    Why.WRONG_SHAPE: "the shape is not the one that the session was opened with; send what was announced",
+    Why.OUT_OF_ORDER: (
+        "the sequence number is not the next of its session; "
+        "number frames one by one and send them in order"
+    ),
+    Why.DUPLICATED: (
+        "this frame or session was sent before; "
+        "send everything once, and open sessions under new numbers"
+    ),
+    Why.WRONG_SHAPE: (
+        "the shape is not the one that the session was opened with; send what was announced"
+    ),
     Why.UNKNOWN_SESSION: "there is no such session here (idle ones are dropped); open it first",
-    Why.TOO_MANY_SESSIONS: "there is no room for another session; close one, or start another stage",
+    Why.TOO_MANY_SESSIONS: (
+        "there is no room for another session; close one, or start another stage"
+    ),
     Why.NOT_HERE: "the stage does not hold this block; ask one that does",
     Why.NOT_FOR_RING: "this model is served as a fan; open the session with topology fan",
     Why.NOT_FOR_FAN: "this model is served as a ring; open the session with topology ring",
     Why.WRONG_START: "the session does not know the positions before this one; send them first",
     Why.OLD_EPOCH: "a newer epoch has overtaken this frame; nobody waits for it any more",
-    Why.NEXT_LOST: "the stage cannot reach the next one of the ring; open the session over other hosts",
+    Why.NEXT_LOST: (
+        "the stage cannot reach the next one of the ring; open the session over other hosts"
+    ),
     Why.FAILED: "the stage could not compute this; see its log",
 }
 SESSION_ONLY = frozenset(
@@ -158,7 +177,11 @@ class Welcome(Header, frozen=True):
 
 
 class Open(Header, frozen=True):
-    """A session with its shape: `width` of what is passed on, `most` positions, `next` host:port of a ring, blocks wanted (none: all)."""
+    """A session with its shape.
+
+    `width` of what is passed on, `most` positions, `next` host:port of a ring, and the blocks
+    wanted (none: all).
+    """
 
     topology: Topology
     wire: Wire
@@ -176,7 +199,7 @@ class Opened(Header, frozen=True):
 
 
 class Run(Header, frozen=True):
-    """Forget what came from `start` on and read `count` positions; answer the last `wanted` of them (0: all)."""
+    """Forget positions from `start` on, read `count`, answer the last `wanted` of them (0: all)."""
 
     epoch: U53
     start: U32
@@ -186,7 +209,10 @@ class Run(Header, frozen=True):
 
 
 class Result(Header, frozen=True):
-    """The answer to the RUN of the same sequence: positions `start` to `start + count`, what still waits, and the time it took."""
+    """The answer to the RUN of the same sequence.
+
+    It has positions `start` to `start + count`, how many RUNs still wait, and the time it took.
+    """
 
     epoch: U53
     start: U32
@@ -297,8 +323,8 @@ Cap = Callable[[Kind, int], int]
 class Decoder:
     """Bytes in, frames out, however the stream was cut. Dead after the first bad frame.
 
-    Either `feed(data)`, or without a copy: read into `space()`, then `received(count)`. A payload that is not there at once
-    is received where it will stay.
+    Either `feed(data)`, or without a copy: read into `space()`, then `received(count)`. A payload
+    that arrives in parts is received where it will stay.
     """
 
     def __init__(self, cap: Cap, size: int = BUFFER) -> None:
@@ -312,7 +338,7 @@ class Decoder:
 
     @property
     def announced(self) -> int:
-        """How many bytes are expected to the end of the frame that has begun, as far as is known; 0 between frames."""
+        """Bytes that the frame under way still needs, as far as is known; 0 between frames."""
         if self._rest is not None:
             return len(self._rest)
         if self._prefix is not None:

@@ -1,1 +1,1 @@
-"""The trained blocks at work: stages that hold them, the entry that users talk to, and the lines between."""
+"""Serving a trained model: stages compute its blocks, users talk to the entry."""

@@ -146,7 +146,10 @@ class FanBlocks:
 
 
 class ReferenceLayers:
-    """Groups of layers of the end-to-end model: the first embeds ids, the last makes logits, between them goes the residual stream."""
+    """Groups of layers of the end-to-end model.
+
+    The first embeds ids, the last makes logits; the residual stream passes between them.
+    """
 
     topology: Topology = "ring"
     in_pieces = remembers = True
@@ -192,7 +195,7 @@ class ReferenceLayers:
 
 
 class EulerSteps:
-    """Steps of the paper's path over a whole window: ids and z in, z out; the last one makes logits."""
+    """Steps of the paper's path over a whole window: ids and z in, z out; the last makes logits."""
 
     topology: Topology = "ring"
     in_pieces = remembers = False
@@ -211,7 +214,7 @@ class EulerSteps:
         return self.facts.vocabulary if self.last else self.config.z_width
 
     def fresh(self, blocks: tuple[int, ...]) -> SessionMemory:
-        """Nothing: z changes what every position attends to, so the window is walked again each time."""
+        """Nothing: z changes what positions attend to, so each RUN computes the whole window."""
         return None
 
     def work(self, parts: Sequence[Rows]) -> list[Tensor]:
@@ -319,7 +322,8 @@ def local_features(
 def _require_neighbours(numbers: tuple[int, ...]) -> None:
     if numbers != tuple(range(numbers[0], numbers[-1] + 1)):
         raise ConfigError(
-            f"a ring passes from block to block: serve neighbours, not {','.join(map(str, numbers))}"
+            "a ring passes from block to block: "
+            f"serve neighbours, not {','.join(map(str, numbers))}"
         )
 
 
@@ -358,7 +362,7 @@ def embed(
     caches: Sequence[Cache],
     c_noise: Tensor | None = None,
 ) -> Tensor:
-    """The rows (1, R, W) with which a block begins: the ids (1, T) of each session, one after another."""
+    """The rows (1, R, W) that a block begins with: the ids (1, T) of one session after another."""
     x = torch.cat(
         [
             block.embedded(tokens, cache.length, cache, 0)
@@ -375,7 +379,10 @@ def embed(
 def through_layers(
     block: IndependentBlock, x: Tensor, sizes: Sequence[int], caches: Sequence[Cache]
 ) -> Tensor:
-    """The residual stream (1, R, W) after the block's layers; session i has `sizes[i]` of the rows and continues its cache."""
+    """The residual stream (1, R, W) after the block's layers.
+
+    Session i has `sizes[i]` of the rows, and continues its own cache.
+    """
     starts = [cache.length for cache in caches]
     for start, size in zip(starts, sizes, strict=True):
         if start + size > block.context:

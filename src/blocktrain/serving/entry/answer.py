@@ -138,7 +138,7 @@ class Output:
 
 
 @dataclass
-class Answer:
+class TextAnswer:
     """An answer under way."""
 
     request: Request

@@ -28,18 +28,22 @@ PRIOR_ACCEPTANCE, PRIOR_BYTES = (
 )  # before anything is known: so good, and as firmly as so many drafted bytes
 REMEMBERED = 400.0  # drafted bytes over which acceptance is averaged
 EQUAL = 1.02  # times as long is as good as equal
-GOING_ON = 0.05  # probability that a draft is right to its end, from which on it is worth to draft on behind it
+GOING_ON = 0.05  # draft on behind a draft that is right to its end with this probability
 PRIOR_SLOPE, SLOPE_WEIGHT = 5e-5, 50.0  # seconds per position of a sweep, and how firmly
 
 
 class DraftBlock:
-    """A block that reads one byte after another into its cache: row 0 of four is the byte, the others are padding."""
+    """A block that reads one token after another into its cache.
+
+    Row 0 of four is the token, the others are padding.
+    """
 
     def __init__(self, config: Config, served: FanBlocks, number: int = 1) -> None:
         block = served.blocks[number]
         if block.skip == "edm":
             raise ConfigError(
-                "a block of skip=edm predicts nothing without a noised target; use mode autoregressive"
+                "a block of skip=edm predicts nothing without a noised target; "
+                "use mode autoregressive"
             )
         self.number, self.block, self._served = number, block, served
         self.cache = Cache(block, 1)
@@ -66,7 +70,7 @@ class DraftBlock:
         ]  # (H, slots, D) of every layer
 
     def read(self, ids: Sequence[int], start: int) -> Tensor:
-        """Forget what came from `start` on, read the ids from there, and return the logits (V,) after the last of them."""
+        """Forget what came from `start` on, read the ids, return the logits (V,) after the last."""
         self.cache.truncate(start)
         if len(ids) == 1:
             return self._step(ids[0])
@@ -143,7 +147,10 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A line between two hosts: round trip in seconds, bits per second (0: no bound), and seconds that the software adds to a hop."""
+    """A link between two hosts.
+
+    Round trip in seconds, bits per second (0: no bound), and seconds that software adds to a hop.
+    """
 
     rtt: float
     bits: float = 0.0
@@ -157,7 +164,10 @@ class LinkCost:
 def fan_sweep(
     positions: int, line: LinkCost, answer_bytes: float, stage: LinearCost, fusion: LinearCost
 ) -> float:
-    """Seconds of a fan sweep. `answer_bytes` come back for a position, from all stages together: they share the entry's downlink."""
+    """Seconds of a fan sweep.
+
+    `answer_bytes` come back for a position from all stages, which share the entry's downlink.
+    """
     return (
         line.rtt
         + line.overhead
@@ -170,13 +180,13 @@ def fan_sweep(
 def ring_sweep(
     positions: int, line: LinkCost, hosts: int, state_bytes: float, stage: LinearCost
 ) -> float:
-    """Seconds of a sweep through `hosts` hosts one after another, the first of them the entry's; the last one answers it."""
+    """Seconds of a sweep through hosts in turn: the first is the entry's, the last answers it."""
     hop = line.rtt / 2 + line.overhead + line.transfer(positions * state_bytes)
     return (hosts - 1) * hop + hosts * stage(positions) + line.rtt / 2 + line.overhead
 
 
 def expected_bytes(acceptance: float, drafted: int) -> float:
-    """Bytes that a sweep over so many drafted ones commits, if each is accepted with this probability on its own."""
+    """Tokens that a sweep commits, if each drafted one is accepted with this probability."""
     return (
         drafted + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
     )
@@ -185,7 +195,8 @@ def expected_bytes(acceptance: float, drafted: int) -> float:
 def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -> float:
     """Seconds per byte of mode exact; `draft` is for one byte, `sweep` for drafted + 1 positions.
 
-    A draft that is right to its end was followed up while its sweep was under way: the next one costs what did not fit in there.
+    While a sweep is under way the next draft is made. If the draft was right to its end, the next
+    one costs only the time that did not fit in there.
     """
     followed_up = acceptance**drafted if drafted else 0.0
     drafting = (1 - followed_up) * drafted * draft + followed_up * max(
@@ -197,7 +208,7 @@ def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -
 def swept_seconds(
     acceptance: float, length: int, sweeps: int, draft: float, sweep: Callable[[int], float]
 ) -> float:
-    """Seconds per byte of mode sweep for an output of this length: what a sweep does not commit is drafted anew."""
+    """Seconds per token of mode sweep: what a sweep does not commit is drafted again."""
     seconds, left = 0.0, float(length)
     for _ in range(sweeps):
         seconds += left * draft + sweep(round(left))
@@ -234,7 +245,10 @@ class SweepMeter:
 
 
 class Pace:
-    """How long drafting and sweeping take here and how often a drafted byte is right: what the length of a draft depends on."""
+    """Chooses the length of drafts.
+
+    It measures how long drafts and sweeps take here, and how often a drafted token is right.
+    """
 
     def __init__(self) -> None:
         self.sweep = SweepMeter()
@@ -261,7 +275,7 @@ class Pace:
         self._tried, self._right = fading * self._tried + tried, fading * self._right + accepted
 
     def skipped_draft(self) -> None:
-        """A sweep without a draft: what is known of acceptance grows old, so that drafting gets another chance."""
+        """A sweep without a draft: acceptance drifts to its prior, so drafting is tried again."""
         self._tried, self._right = (
             0.98 * self._tried + 0.02 * PRIOR_BYTES,
             0.98 * self._right + 0.02 * PRIOR_BYTES * PRIOR_ACCEPTANCE,

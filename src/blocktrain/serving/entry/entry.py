@@ -17,12 +17,12 @@ from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.blocks import ComputeThread, FanBlocks, ModelSource, name_blocks
 from blocktrain.serving.entry.answer import (
-    Answer,
     Output,
     Piece,
     Request,
     SharedCompute,
     Stats,
+    TextAnswer,
 )
 from blocktrain.serving.entry.drafting import DraftBlock
 from blocktrain.serving.entry.failover import FanModel, Terms
@@ -222,7 +222,7 @@ class Entry:
             async for piece in pieces:
                 yield piece
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> TextAnswer:
         prompt = self.tokenizer.encode(request.prompt or EMPTY_PROMPT).tolist()
         text = Text(prompt, request.max_tokens, self.config.context)
         sampler = Sampler(request.seed, request.temperature, request.top_p)
@@ -239,7 +239,7 @@ class Entry:
         drafter = None
         if request.mode != "autoregressive" and self._local is not None:
             drafter = Drafter(DraftBlock(self.config, self._local).read, sampler)
-        return Answer(
+        return TextAnswer(
             request,
             self.config,
             text,

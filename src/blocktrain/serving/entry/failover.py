@@ -44,7 +44,7 @@ class AnswerFailed(BlockTrainError):
 
 
 @dataclass
-class Tally:
+class AnswerTally:
     """What one answer cost, and what went wrong."""
 
     wire_bytes: int = 0
@@ -105,7 +105,9 @@ class BlockSession(Protocol):
 class RemoteBlocks:
     """Blocks of one stage, in a session of their own."""
 
-    def __init__(self, line: StageLine, blocks: tuple[int, ...], wire: Wire, tally: Tally) -> None:
+    def __init__(
+        self, line: StageLine, blocks: tuple[int, ...], wire: Wire, tally: AnswerTally
+    ) -> None:
         self.line, self.blocks, self._wire, self._tally = line, blocks, wire, tally
         self._session = secrets.randbits(63)
         self._known: Tokens = ()  # what the stage will have read after all that it was sent
@@ -190,7 +192,7 @@ class Failover:
 
     def __init__(self, model: FanModel, terms: Terms) -> None:
         self._model, self._terms = model, terms
-        self.tally = Tally()
+        self.tally = AnswerTally()
         self.holders: list[BlockSession] = []
         self.hang_seconds = HANG_SECONDS
         self._avoid: dict[str, float] = {}  # stages that refused, until when

@@ -22,7 +22,7 @@ from blocktrain.learning.model import Cache, IndependentBlock, target_table
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Wire
 from blocktrain.serving.blocks import ComputeThread
-from blocktrain.serving.entry.failover import RESULT_BYTES, AnswerFailed, Tally
+from blocktrain.serving.entry.failover import RESULT_BYTES, AnswerFailed, AnswerTally
 from blocktrain.serving.entry.route import Route, chain
 from blocktrain.serving.line.stage_line import Ring, StageLost, StageRefused
 
@@ -52,7 +52,7 @@ class Walk(Protocol):
 class RemoteWalk:
     """Through the stages of a ring."""
 
-    def __init__(self, ring: Ring, wire: Wire, tally: Tally) -> None:
+    def __init__(self, ring: Ring, wire: Wire, tally: AnswerTally) -> None:
         self._ring, self._wire, self._tally = ring, wire, tally
         self._session = secrets.randbits(63)
         self._opened = False
@@ -139,7 +139,7 @@ class RingSession:
 
     def __init__(self, model: RingModel, wire: Wire, seed: int) -> None:
         self._model, self._seed = model, seed
-        self.tally = Tally()
+        self.tally = AnswerTally()
         self._walk = self._begin(wire)
         self._known: Tokens = ()
         self._noise = torch.zeros(0, model.config.z_width)

@@ -1,4 +1,4 @@
-"""Which stage to ask for which block: the lines to all stages of a route, the nearest holder, and who has gone."""
+"""The stages of a route: a line to each, the nearest holder of a block, and which are gone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.frames import Why
 from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
 
-QUEUE_MS = 2.0  # what a RUN that waits there counts for, beside a round trip
+QUEUE_MS = 2.0  # a RUN that waits at the stage counts as so much round trip
 WRONG = frozenset(
     {Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL}
-)  # somebody has to change something
-GHOST_SECONDS = (
-    10.0  # unreachable for so long: nobody waits for it any more; its line still tries to come back
-)
-LOOK_SECONDS = 5.0  # between two looks where the stages are, if somebody has to be asked
+)  # waiting does not help
+GHOST_SECONDS = 10.0  # after so long no answer waits for a stage; its line still reconnects
+LOOK_SECONDS = 5.0  # between two questions to a coordinator
 
 FindStages = Callable[[str], Awaitable[Sequence[str]]]
 """Where the stages of the model with this hash are now."""
 
 
 class Holder(Protocol):
-    """A stage as far as choosing among several looks at it."""
+    """What the choice among several stages depends on."""
 
     name: str
     blocks: tuple[int, ...]
@@ -42,7 +40,7 @@ H = TypeVar("H", bound=Holder)
 
 
 def distance_ms(holder: Holder) -> float:
-    """How long it takes until it begins with what it is asked."""
+    """How long until it begins with a new RUN."""
     return holder.rtt_ms + QUEUE_MS * holder.queue
 
 
@@ -53,7 +51,7 @@ def nearest(holders: Iterable[H], block: int, avoid: Collection[str] = ()) -> H 
 
 
 def chain(holders: Iterable[H], blocks: int) -> list[H]:
-    """Living stages one after another that hold blocks 1 to `blocks`, each once; empty if there are none."""
+    """Living stages in order that hold blocks 1 to `blocks`, each once; empty if there are none."""
     able = [h for h in holders if h.alive and h.blocks]
     found: list[H] = []
     following = 1
@@ -79,7 +77,7 @@ def parse_route(text: str) -> tuple[str, ...]:
 
 
 class Route:
-    """Warm lines to all stages that were named, or that are found."""
+    """Warm lines to all stages that are named, or that a coordinator lists."""
 
     def __init__(self, stages: Sequence[str] | FindStages, access: Access) -> None:
         self.lines: list[StageLine] = []
@@ -98,7 +96,10 @@ class Route:
         self.lines.append(line)
 
     async def start(self, seconds: float) -> None:
-        """Connect to all of them. A named one that serves something else is an error; those that do not answer in time may come later."""
+        """Connect to all of them. A named one that serves something else is an error.
+
+        Those that do not answer in time may come later.
+        """
         if self._find is not None:
             await self._follow(await self._find(self._access.model))
             self._looking = asyncio.create_task(self._look(self._find))
@@ -124,19 +125,17 @@ class Route:
     async def _look(self, find: FindStages) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            with contextlib.suppress(
-                BlockTrainError
-            ):  # lines stand also while nobody can be asked for new ones
+            with contextlib.suppress(BlockTrainError):  # the coordinator is away: keep the lines
                 await self._follow(await find(self._access.model))
 
     async def _follow(self, found: Sequence[str]) -> None:
-        """Dial those that are new; forget the ghosts that are found no more."""
+        """Dial new stages; drop those that are unreachable and no longer listed."""
         known, now = {line.name for line in self.lines}, asyncio.get_running_loop().time()
         for name in found:
             if name not in known:
                 with contextlib.suppress(
                     ConfigError
-                ):  # no address: whoever told it may tell anything
+                ):  # not an address: a coordinator may list anything
                     self._add(name)
                     self.lines[-1].start()
         gone = [line for line in self.lines if line.name not in found and not line.alive]
@@ -147,7 +146,7 @@ class Route:
             await line.aclose()
 
     def pick(self, block: int, avoid: Collection[str] = ()) -> StageLine | None:
-        """Whom to ask for a block now."""
+        """The stage to ask for a block now."""
         return nearest(self.lines, block, avoid)
 
     def held(self) -> set[int]:
@@ -155,7 +154,7 @@ class Route:
         return {block for line in self.lines if line.alive for block in line.blocks}
 
     def gone_for(self, block: int) -> float:
-        """Seconds since the last holder of a block went; infinite if there never was one, or it is a ghost."""
+        """Seconds since the last holder of a block went; infinite if none was there lately."""
         now = asyncio.get_running_loop().time()
         gone = [
             now - self._since.get(line.name, -math.inf)

@@ -46,6 +46,7 @@ def read_key(path: Path) -> bytes:
         raise IdentityError(f"others can read the key file {path}; run `chmod 600 {path}`")
     if len(key) < LEAST_KEY:
         raise IdentityError(
-            f"{path} holds {len(key)} characters; put at least {LEAST_KEY} random ones there, the same on all hosts"
+            f"{path} holds {len(key)} characters; "
+            f"put at least {LEAST_KEY} random ones there, the same on all hosts"
         )
     return key

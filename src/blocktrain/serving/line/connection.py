@@ -200,7 +200,8 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self.end(
                 StageLost(
-                    f"{name} does not speak this protocol; see whether it is a stage of this version"
+                    f"{name} does not speak this protocol; "
+                    "see whether it is a stage of this version"
                 )
             )
 
@@ -215,7 +216,7 @@ class HeartbeatAction:
 
 
 @dataclass
-class Heartbeat:
+class LineHeartbeat:
     """Whether the other end is alive: when to PING, and when silence means that it is lost.
 
     Pure: the clock is an argument.

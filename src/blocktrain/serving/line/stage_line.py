@@ -1,4 +1,4 @@
-"""The client's side of frames: a warm connection to a stage that comes back by itself, and several of them as a ring."""
+"""The client's side of frames: a connection to a stage that reconnects by itself, and rings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blocktrain.serving.line.address import parse_address
 from blocktrain.serving.line.connection import (
     Access,
     Connection,
-    Heartbeat,
+    LineHeartbeat,
     StageLost,
     StageRefused,
     tensor_bytes,
@@ -27,7 +27,7 @@ from blocktrain.serving.line.connection import (
 )
 
 PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, the longest
-REFUSED_PAUSE = 5.0  # where somebody has to change something first
+REFUSED_PAUSE = 5.0  # after a refusal, which somebody has to mend
 MOST_ANSWER = 1 << 30  # bytes, whatever a stage says about its own size
 
 __all__ = ["Access", "Ring", "StageLine", "StageLost", "StageRefused"]
@@ -56,7 +56,7 @@ class _Session:
     refusal: StageRefused | None = None  # by the stage, which knows it no longer
 
     def fail(self, error: BlockTrainError) -> None:
-        """Whoever waits for something is told."""
+        """Everything that is due raises this error."""
         due, self.due = self.due, {}
         _fail(self.opened, error)
         for waiting in due.values():
@@ -64,13 +64,14 @@ class _Session:
 
 
 class StageLine:
-    """One warm connection to one stage. `start()` it once; it connects, and reconnects with back-off, until `aclose()`.
+    """One warm connection to one stage. After `start()` it connects and reconnects with back-off.
 
-    Sessions live on a connection: after a loss they are gone, and their calls raise StageLost until they are opened again.
+    Sessions live on a connection: after a loss they are gone, and their calls raise StageLost
+    until they are opened again.
     """
 
     def __init__(self, name: str, access: Access) -> None:
-        parse_address(name)  # what is no address is told at once
+        parse_address(name)  # a wrong address is an error at once
         self.name, self.access = name, access
         self.blocks: tuple[int, ...] = ()
         self.facts: frames.Welcome | None = None  # of the last connection
@@ -80,16 +81,16 @@ class StageLine:
         self.failures = 0  # connections that were lost
         self.bytes_in = self.bytes_out = 0
         self.on_change: Callable[[StageLine], None] | None = (
-            None  # told when it comes alive, and when it is lost
+            None  # called when the stage comes or goes
         )
         self.on_refusal: Callable[[int, frames.Error], None] | None = (
-            None  # told of those that concern no session of this end
+            None  # called with refusals of no session of this end
         )
         self._connection: Connection | None = None
         self._sessions: dict[int, _Session] = {}
         self._keeper: asyncio.Task[None] | None = None
         self._tried = asyncio.Event()  # whether there is an outcome of an attempt to connect
-        self._heartbeat = Heartbeat()
+        self._heartbeat = LineHeartbeat()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -98,14 +99,14 @@ class StageLine:
         return self._connection is not None
 
     def start(self) -> None:
-        """Begin to connect, and keep doing so."""
+        """Connect, and reconnect after each loss."""
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(
                 self._keep(), name=f"line to {self.name}"
             )
 
     async def ready(self, seconds: float = 5.0) -> None:
-        """Wait until it is alive; StageRefused if the stage said no, StageLost if there is none in time."""
+        """Wait until it is alive; StageRefused if the stage refused, StageLost if none is there."""
         self.start()
         deadline = time.monotonic() + seconds
         while not self.alive:
@@ -120,7 +121,7 @@ class StageLine:
                 ) from None
 
     async def aclose(self) -> None:
-        """Leave for good."""
+        """Close the line; it does not reconnect."""
         if self._keeper is not None:
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -145,8 +146,8 @@ class StageLine:
     ) -> None:
         """Open a session with these blocks (none: all) for `most` positions (0: the context).
 
-        A fan's session is not waited for: its first RUN may follow at once, and raises what the stage has to say. A
-        session of a ring is confirmed.
+        A fan's session is not waited for: its first RUN may follow at once, and raises if the
+        stage refused the session. A session of a ring is confirmed.
         """
         connection, facts = self._alive()
         if session in self._sessions:
@@ -169,17 +170,17 @@ class StageLine:
             await opened
 
     async def run(self, session: int, epoch: int, start: int, ids: Sequence[int]) -> Tensor:
-        """Features (blocks, T, W) in float32 of the ids from `start` on. Several calls may be in flight."""
+        """Features (blocks, T, W) in float32 of the ids from `start` on; calls may overlap."""
         return await self.submit(session, frames.Run(epoch, start, len(ids)), ids)
 
     def submit(
         self, session: int, run: frames.Run, ids: Sequence[int], state: Tensor | None = None
     ) -> asyncio.Future[Tensor]:
-        """Send a RUN now; its answer comes in the future. `state` (T, width) is what a ring passes on."""
+        """Send a RUN now; the future gets its answer. A ring passes `state` (T, width) on."""
         return _submit([self], session, run, ids, state)
 
     def expect(self, session: int, run: frames.Run, future: asyncio.Future[Tensor]) -> int:
-        """Let the answer to the session's next RUN, or what prevents it, go to a future; gives the RUN's sequence."""
+        """The future gets the answer to the next RUN, or its error; returns the sequence."""
         self._alive()
         known = self._session(session)
         self._heartbeat.on_request(time.monotonic(), self._anything_due())
@@ -204,7 +205,7 @@ class StageLine:
         return self._session(session).wire
 
     async def close(self, session: int) -> None:
-        """End a session; what is still due of it raises StageLost. Closing what is not open does nothing."""
+        """End a session; what is still due raises StageLost. A session may be closed twice."""
         known = self._sessions.pop(session, None)
         if known is None:
             return
@@ -239,7 +240,7 @@ class StageLine:
     # -- the connection
 
     async def _keep(self) -> None:
-        """Connect, wait for the loss, again; with pauses that grow while nobody answers."""
+        """Connect and reconnect, with pauses that grow while nobody answers."""
         pause = PAUSES[0]
         while True:
             try:
@@ -256,7 +257,7 @@ class StageLine:
             pause = min(2 * pause, PAUSES[1])
 
     def on_welcome(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
-        """(By the connection.) The stage is there."""
+        """Called by the connection after the handshake."""
         self._connection, self.facts, self.blocks = connection, welcome, welcome.blocks
         self.refusal, self._sessions = None, {}
         self._heartbeat.reset(time.monotonic())
@@ -268,7 +269,7 @@ class StageLine:
             self.on_change(self)
 
     def on_loss(self, connection: Connection, error: BlockTrainError) -> None:
-        """(By the connection.) It is over; all that was on it fails."""
+        """Called by the connection at its end; everything that is due fails."""
         if connection is not self._connection:
             return
         self._connection = None
@@ -282,7 +283,7 @@ class StageLine:
             self.on_change(self)
 
     def _beat(self) -> None:
-        """PING, or give the line up, as its pulse says."""
+        """PING or give the line up, as the heartbeat says."""
         if self._connection is None:
             return
         beat = self._heartbeat.beat(time.monotonic(), self._anything_due())
@@ -296,11 +297,11 @@ class StageLine:
     # -- what arrives
 
     def most_payload(self, kind: frames.Kind, session: int) -> int:
-        """(By the connection.) Results of a session have its shape."""
+        """Called by the connection: the shape of a session limits its results."""
         if kind != frames.Kind.RESULT or self.facts is None:
             return 0
         known = self._sessions.get(session)
-        if known is None:  # a late answer to a session that was closed: read over it
+        if known is None:  # a late answer to a closed session is skipped
             width = max(self.facts.width, self.facts.z_width, self.access.vocabulary)
             return min(4 * len(self.facts.blocks) * self.facts.context * width, MOST_ANSWER)
         return min(
@@ -308,7 +309,7 @@ class StageLine:
         )
 
     def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
-        """(By the connection.) Bytes are a sign of life, frames are answers."""
+        """Called by the connection with what arrived."""
         self.bytes_in += count
         self._heartbeat.on_received(time.monotonic())
         for frame in found:
@@ -350,7 +351,7 @@ class StageLine:
         if known is not None:
             known.refusal = (
                 known.refusal or error
-            )  # the first says why; what was sent after it is only not known there
+            )  # the first one has the reason; later RUNs only meet an unknown session
             known.fail(error)
         elif self.on_refusal:
             self.on_refusal(session, header)
@@ -379,7 +380,7 @@ class StageLine:
 
 
 class Ring:
-    """Stages in the order of their blocks: the first is asked, each passes its state on to the next, the last one answers."""
+    """Stages in the order of their blocks: each passes its state on, and the last one answers."""
 
     def __init__(self, lines: Sequence[StageLine]) -> None:
         self.lines = lines
@@ -439,7 +440,7 @@ def _forget(waiting: Sequence[tuple[StageLine, int]], session: int) -> None:
 
 
 def _fail(future: asyncio.Future[Any], error: BlockTrainError) -> None:
-    """Tell whoever waits; if nobody does, that is no reason to complain at the end."""
+    """Set the error and mark it as seen: asyncio complains about errors that nobody awaits."""
     if not future.done():
         future.set_exception(error)
         future.exception()

@@ -1,4 +1,4 @@
-"""The one thread of a stage that computes: works through what waits, several sessions at a time, and hands results back."""
+"""The one thread of a stage that computes, several sessions at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("blocktrain.stage")
 
 
 class Compute:
-    """`put` work from the event loop; `done` is called there with what is finished, failed, or no longer wanted."""
+    """`put` work from the event loop; `done` is called there with what is over."""
 
     def __init__(
         self, blocks: ServedBlocks, done: Callable[[list[Work]], None], threads: int = 1
@@ -39,7 +39,7 @@ class Compute:
         self._thread.start()
 
     def put(self, work: Work) -> None:
-        """To be done after what the session has put before."""
+        """Works of one session are computed in the order of their `put`."""
         self._inbox.put(work)
 
     def stop(self) -> None:
@@ -59,9 +59,10 @@ class Compute:
                     return
 
     def _tell(self, finished: list[Work]) -> bool:
-        """Hand over what is finished; False if nobody is interested any more.
+        """Hand over what is finished; False if the loop is closed.
 
-        This thread keeps nothing of it: its sessions may end while it waits for more, and their caches are to be freed then.
+        This thread keeps no reference: sessions may end while it waits, and their caches are
+        freed then.
         """
         try:
             if finished:
@@ -71,7 +72,7 @@ class Compute:
         return True
 
     def _collect(self) -> bool:
-        """Take over what waits, or wait for something; False at the end."""
+        """Take the waiting works, or wait for one; False at the end."""
         try:
             while True:
                 work = self._inbox.get(block=not self._turns)
@@ -84,7 +85,7 @@ class Compute:
             return True
 
     def _round(self) -> list[Work]:
-        """One forward for as many sessions as fit, each with its oldest work; returns what is finished."""
+        """One forward pass for as many sessions as fit, each with its oldest work."""
         chosen: list[tuple[Work, int]] = []
         over: list[Work] = []
         room = PIECE  # rows: BLAS may sum longer products in another order
@@ -125,7 +126,7 @@ class Compute:
                     work.count = whole.shape[1]
                     work.result = tensor_bytes(whole, work.session.wire)
                     work.found = []
-        except Exception:  # whatever it was: these sessions are told, the others live on
+        except Exception:  # these sessions fail, the others go on
             log.exception("could not compute a result")
             for work, _ in chosen:
                 work.result, work.failed = None, True
@@ -146,7 +147,7 @@ class Compute:
                 work.payload, dtype=DTYPES[session.wire], count=run.count * width
             )
             state = state.view(1, run.count, width)[:, own].float()
-        # Of the positions wanted, those in this piece; what is passed on is passed on whole.
+        # Of the wanted positions those in this piece; a ring passes on all of them.
         wanted = run.count if session.forwards or not run.wanted else run.wanted
         here = max(0, min(rows, work.read + rows - (run.count - wanted)))
         return Rows(

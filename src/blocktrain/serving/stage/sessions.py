@@ -1,4 +1,4 @@
-"""A session as its stage sees it: the shape it was opened with, and which RUN may come next. No I/O, no torch."""
+"""A session at its stage: the shape it was opened with, and which RUN may come next. No I/O."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Work:
     sequence: int
     run: Run
     payload: Buffer  # state, then ids
-    peer: Peer | None = None  # by which it came
+    peer: Peer | None = None  # the connection that it came on
     dropped: bool = False  # a newer epoch made it useless
     read: int = 0  # positions done
     found: list[Tensor] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(eq=False)
 class Session:
-    """Its number, its shape, what it has been told, and what the computing thread keeps for it."""
+    """Its number and shape, what it has read, and what the computing thread keeps for it."""
 
     number: int
     owner: Peer  # the connection that opened it, and gets the answers
@@ -66,7 +66,7 @@ class Session:
     known: int = 0  # positions that a RUN may follow
     waiting: list[Work] = field(default_factory=list)  # without an answer
     closed: bool = False
-    memory: Any = None  # this and the next: the computing thread's alone
+    memory: Any = None  # this and the next are used by the computing thread alone
     works: deque[Work] = field(default_factory=deque)
 
     @property
@@ -95,7 +95,8 @@ class Session:
         ):
             raise FrameError(
                 Why.WRONG_SHAPE,
-                f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} of {self.most}",
+                f"{len(payload)} bytes for positions {run.start} to {run.start + run.count} "
+                f"of {self.most}",
             )
         if run.wanted > run.count or run.tail > run.count or (run.tail and self.remembers):
             raise FrameError(
@@ -108,7 +109,7 @@ class Session:
             raise FrameError(
                 Why.WRONG_START, f"position {run.start} after {self.known if self.remembers else 0}"
             )
-        if run.epoch > self.epoch:  # what waits and would be forgotten at once need not be computed
+        if run.epoch > self.epoch:  # what it would forget at once is not computed
             for work in self.waiting:
                 work.dropped = work.dropped or work.run.start >= run.start
         self.epoch, self.known = run.epoch, run.start + run.count
@@ -135,7 +136,8 @@ def open_session(
     if asked.width != width or not 1 <= asked.most <= facts.context:
         raise FrameError(
             Why.WRONG_SHAPE,
-            f"width {asked.width} and {asked.most} positions instead of {width} and up to {facts.context}",
+            f"width {asked.width} and {asked.most} positions "
+            f"instead of {width} and up to {facts.context}",
         )
     if asked.next:
         if served.last:
@@ -162,7 +164,7 @@ def open_session(
 
 
 def most_payload(served: ServedBlocks, kind: Kind) -> int:
-    """The largest payload that any session could send here: what is read over when its session is gone."""
+    """The largest payload of any session here; so much is skipped if its session is gone."""
     if kind != Kind.RUN:
         return 0
     facts = served.facts

@@ -36,7 +36,7 @@ class StageLimits:
     unproven: int = 512  # connections that have not proved the key
     peers: int = 256  # connections that have
     followers: int = 16  # next stages of rings
-    waiting: int = 256  # RUNs of one connection, beyond which it is not read
+    waiting: int = 256  # RUNs of one connection; with more it is not read
     handshake_seconds: float = 5.0
     frame_seconds: float = 5.0  # for a frame that has begun, and to read what was sent ...
     least_rate: float = 65536.0  # ... plus this many bytes per second
@@ -84,7 +84,7 @@ class Stage:
     # -- life
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen; gives host:port."""
+        """Listen; returns host:port."""
         self.loop = asyncio.get_running_loop()
         self._compute.start()
         tls: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class Stage:
         return self.address
 
     async def aclose(self) -> None:
-        """Hang up on everybody and stop computing."""
+        """Close all connections and stop computing."""
         if self._checking is not None:
             self._checking.cancel()
         for opening in self._openings:
@@ -136,7 +136,7 @@ class Stage:
                 self.end(session)
             for line in [
                 f for f in self._spare_followers() if not f.alive
-            ]:  # else it would be dialled for ever
+            ]:  # else it would be dialled forever
                 self._let_go(line)
 
     @property
@@ -150,7 +150,7 @@ class Stage:
         return [peer for group in self._unproven.values() for peer in group]
 
     def add_unproven(self, peer: Peer) -> None:
-        """Somebody connected. When there are too many, the address that has most of them loses its oldest."""
+        """A new connection. If there are too many, the address with most loses its oldest."""
         self._unproven.setdefault(peer.address, OrderedDict())[peer] = None
         if sum(len(group) for group in self._unproven.values()) > self.limits.unproven:
             crowd = max(self._unproven.values(), key=len)
@@ -158,7 +158,6 @@ class Stage:
             oldest.transport.abort()
 
     def add_peer(self, peer: Peer) -> None:
-        """It has proved the key."""
         if len(self._peers) >= self.limits.peers:
             raise FrameError(Why.BUSY)
         self._forget_unproven(peer)
@@ -281,7 +280,6 @@ class Stage:
     # -- work
 
     def put(self, work: Work, peer: Peer) -> None:
-        """Let it be computed; it came by this connection."""
         work.peer = peer
         self.queue += 1
         peer.waiting += 1
@@ -346,7 +344,7 @@ class Peer(asyncio.BufferedProtocol):
     # -- bytes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Somebody connected: a stranger, with a clock running."""
+        """A new connection has a deadline to prove the key."""
         self.transport = transport
         tune(transport)
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
@@ -355,11 +353,10 @@ class Peer(asyncio.BufferedProtocol):
         self.send(frames.encode(frames.Challenge(self.nonce)))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go; those after the last word go nowhere."""
+        """Where the next bytes go; after a refusal they are thrown away."""
         return memoryview(bytearray(PEER_BUFFER)) if self.ended else self.decoder.space()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """They are there."""
         if self.ended:
             return
         error: FrameError | None = None
@@ -380,12 +377,11 @@ class Peer(asyncio.BufferedProtocol):
             self._began = self.heard
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Its sessions are over."""
         self.ended = True
         self.stage.remove(self)
 
     def pause_writing(self) -> None:
-        """It does not read what it asked for."""
+        """The peer does not read its results: it gets a deadline."""
         limits = self.stage.limits
         size = self.transport.get_write_buffer_size()
         self._write_deadline = self.stage.now() + limits.frame_seconds + size / limits.least_rate
@@ -393,13 +389,12 @@ class Peer(asyncio.BufferedProtocol):
         self.flow()
 
     def resume_writing(self) -> None:
-        """It does again."""
         self._write_deadline = None
         self._unread = False
         self.flow()
 
     def flow(self) -> None:
-        """Read no more from whoever does not read, or has too much waiting."""
+        """Stop reading from a peer that does not read, or has too many RUNs waiting."""
         limit = self.stage.limits.waiting
         paused = self._unread or self.waiting >= (limit // 2 if self._paused else limit)
         if paused != self._paused and not self.transport.is_closing():
@@ -407,15 +402,15 @@ class Peer(asyncio.BufferedProtocol):
             if paused:
                 self.transport.pause_reading()
             else:
-                self.heard = self.stage.now()  # while nobody read, it could not be heard
+                self.heard = self.stage.now()  # nothing was read from it meanwhile
                 if self._began is not None:
                     self._began = self.heard
                 self.transport.resume_reading()
 
     @property
     def overdue(self) -> bool:
-        """Whether it has had more time than it is given."""
-        if self.ended:  # it has had its last word
+        """Whether one of its deadlines has passed."""
+        if self.ended:  # it was refused already
             return False
         now, limits = self.stage.now(), self.stage.limits
         if self._write_deadline is not None and now > self._write_deadline:
@@ -440,7 +435,7 @@ class Peer(asyncio.BufferedProtocol):
             self._write_deadline += sum(map(len, buffers)) / self.stage.limits.least_rate
 
     def refuse(self, error: FrameError, session: int = 0) -> None:
-        """Say why; unless it is about the session only, that is the last word."""
+        """Say why, and end the connection unless only the session is refused."""
         if self.ended or self.transport.is_closing():
             return
         self.send(frames.refusal(error, session))
@@ -448,12 +443,11 @@ class Peer(asyncio.BufferedProtocol):
             return
         self.ended = True
         self.stage.remove(self)
-        # To close at once while bytes are unread would reset the connection, and the peer might never read why.
+        # Closing while bytes are unread would reset the connection, and the peer might never read
+        # why.
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self.stage.add_unproven(
-            self
-        )  # until it has hung up it takes a place, and those are counted
+        self.stage.add_unproven(self)  # it counts as a connection until it is closed
         self.stage.loop.call_later(self.stage.limits.goodbye_seconds, self.transport.abort)
 
     # -- frames
@@ -514,7 +508,6 @@ class Peer(asyncio.BufferedProtocol):
             self.opened(session)
 
     def opened(self, session: Session) -> None:
-        """It is ready."""
         answering = session.blocks if session.topology == "fan" else session.blocks[-1:]
         self.send(
             frames.encode(

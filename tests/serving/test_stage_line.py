@@ -1,4 +1,4 @@
-"""Lines to stages: noticing at once that one is gone, not mistaking work for death, coming back; and the command that starts one."""
+"""Lines to stages: loss is noticed at once, long work is not mistaken for it, lines come back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from blocktrain.serving.blocks import (
     serve_blocks,
 )
 from blocktrain.serving.line.address import format_address, is_loopback, parse_address, read_key
-from blocktrain.serving.line.connection import IDLE_TICKS, SILENCE, TICK, Heartbeat
+from blocktrain.serving.line.connection import IDLE_TICKS, SILENCE, TICK, LineHeartbeat
 from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
 from blocktrain.serving.stage.stage import Guard, Stage
 from conftest import random_model, tiny_config
@@ -66,7 +66,7 @@ ROUNDS = 2000 if os.environ.get("BLOCKTRAIN_LONG") else 100
 
 
 def test_a_busy_line_pings_four_times_a_second_and_an_idle_one_every_two_seconds() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     now, pings = 0.0, []
     for _ in range(3 * IDLE_TICKS):
@@ -83,7 +83,7 @@ def test_a_busy_line_pings_four_times_a_second_and_an_idle_one_every_two_seconds
 
 
 def test_silence_counts_from_when_something_was_due_and_grants_a_round_trip() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     heartbeat.on_round_trip(0.1)
     now = 100.0  # nothing was due until now
@@ -98,7 +98,7 @@ def test_silence_counts_from_when_something_was_due_and_grants_a_round_trip() ->
 
 
 def test_whatever_arrives_is_a_sign_of_life() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     for i in range(100):
         heartbeat.on_received(i * TICK)
@@ -106,7 +106,7 @@ def test_whatever_arrives_is_a_sign_of_life() -> None:
 
 
 def test_a_process_that_stood_still_looks_before_it_judges() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     again = heartbeat.beat(0.0, due=True).again
     late = heartbeat.beat(10.0, due=True)
@@ -115,7 +115,7 @@ def test_a_process_that_stood_still_looks_before_it_judges() -> None:
 
 
 def test_what_takes_long_to_send_is_granted_its_time() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     heartbeat.on_sent(3_000_000)
     now, beat = 0.0, heartbeat.beat(0.0, due=True)
