@@ -57,31 +57,31 @@ def retrain(
     """
     config = make_config({**run.config, "device": "cpu"})
     jobs = {update.order.task: (entry, update) for entry, update in updates}
-    needs = {task: _continued(update) for task, (_, update) in jobs.items()}
+    needs = {task: _parents(update) for task, (_, update) in jobs.items()}
     try:
         ordered = [task for task in TopologicalSorter(needs).static_order() if task in jobs]
     except CycleError:
         return 0, [Finding("lineage", 0, "some updates continue each other's states in a circle")]
     uses = Counter(before for befores in needs.values() for before in befores)
-    ends: dict[int, _TaskState] = {}
-    findings = list(_beginnings(config, run))
+    states: dict[int, _TaskState] = {}
+    findings = list(_check_first_versions(config, run))
     with limited_threads(), _corpus(config, run, read) as text:
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
-            problems, end = _again(update, config, text, ends, read)
+            problems, state = _retrain_update(update, config, text, states, read)
             findings += [
-                Finding(name, entry, f"{sentence}{_where(joins, update, name)}")
+                Finding(name, entry, f"{sentence}{_device_note(joins, update, name)}")
                 for name, sentence in problems
             ]
             uses.subtract(needs[task])
-            ends = {before: held for before, held in ends.items() if uses[before] > 0}
-            if end is not None and uses[task] > 0:
-                ends[task] = end
+            states = {before: held for before, held in states.items() if uses[before] > 0}
+            if state is not None and uses[task] > 0:
+                states[task] = state
             progress("updates", number, len(ordered))
     return len(ordered), sorted(findings, key=lambda finding: finding.entry)
 
 
-def _continued(update: UpdateBody) -> set[int]:
+def _parents(update: UpdateBody) -> set[int]:
     c = update.submission.continued
     return {task for task in (c.optimizer, c.residual) if task is not None}
 
@@ -95,7 +95,7 @@ def _corpus(config: Config, run: ledger.RunFacts, read: Read) -> Iterator[Ids]:
         yield open_corpus(name, None, folder).encode(tokenizer_of(config)).train
 
 
-def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
+def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
     """Version 0 is what the seed gives."""
     for first in run.blocks:
         content = tensors.pack(block_weights(build_block(config, first.block)))
@@ -108,15 +108,18 @@ def _beginnings(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
             )
 
 
-def _again(
-    update: UpdateBody, config: Config, text: Ids, ends: Mapping[int, _TaskState], read: Read
+def _retrain_update(
+    update: UpdateBody, config: Config, text: Ids, states: Mapping[int, _TaskState], read: Read
 ) -> tuple[list[tuple[Name, str]], _TaskState | None]:
     """Train an update again, and hold what comes out against what was sent."""
     order, sent = update.order, update.submission
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
     try:
-        parent, residual = _end(ends, sent.continued.optimizer), _end(ends, sent.continued.residual)
-        trainer, losses = _trained(update, config, text, parent, read)
+        parent, residual = (
+            _state_of(states, sent.continued.optimizer),
+            _state_of(states, sent.continued.residual),
+        )
+        trainer, losses = _train(update, config, text, parent, read)
         payload, left = _payload(order, trainer, residual, read)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
@@ -126,23 +129,26 @@ def _again(
         found.append(("lineage", f"{name} comes from another optimizer state than it says"))
     if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
         found.append(
-            ("retrain", f"{name} comes out with other bytes{_apart(sent, payload, trainer, read)}")
+            (
+                "retrain",
+                f"{name} comes out with other bytes{_difference(sent, payload, trainer, read)}",
+            )
         )
     elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
         found.append(("retrain", f"{name} has other losses than it reports"))
     return found, _TaskState(lineage, trainer.moments(), left)
 
 
-def _end(ends: Mapping[int, _TaskState], task: int | None) -> _TaskState | None:
-    if task is not None and task not in ends:
+def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState | None:
+    if task is not None and task not in states:
         raise Damaged(
             f"it continues what task {task} left, and no accepted update of that task "
             "could be trained again"
         )
-    return None if task is None else ends[task]
+    return None if task is None else states[task]
 
 
-def _trained(
+def _train(
     update: UpdateBody, config: Config, text: Ids, parent: _TaskState | None, read: Read
 ) -> tuple[Trainer, list[float]]:
     order = update.order
@@ -177,7 +183,7 @@ def _payload(
     )
 
 
-def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
+def _difference(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
     """How far what was sent is from what comes out here."""
     schema = tensors.schema_of(trainer.weights())
     try:
@@ -191,7 +197,7 @@ def _apart(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> st
     return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
 
 
-def _where(joins: Mapping[str, ledger.JoinFacts], update: UpdateBody, name: Name) -> str:
+def _device_note(joins: Mapping[str, ledger.JoinFacts], update: UpdateBody, name: Name) -> str:
     """Honest work can differ: the finding says on which device it was trained."""
     if name != "retrain":
         return ""
