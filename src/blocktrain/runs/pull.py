@@ -6,7 +6,6 @@ new version are fetched.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import verify
-from blocktrain.protocol.ledger import LedgerEntry, require_chain
+from blocktrain.protocol.ledger import LedgerEntry, VersionBody, read_body, require_chain
 from blocktrain.protocol.messages import (
     BlockVersion,
     Manifest,
@@ -136,28 +135,17 @@ def choose_versions(client: Calls, manifest: Manifest, config: Config) -> ModelV
         last = require_chain(page, last)
         for entry in page:
             if entry.kind == "version":
-                made, features = _read_version(entry)
-                newest[made.block] = made
-                if made.block == config.fusion:
-                    pins = features
+                body = read_body(VersionBody, entry)
+                newest[body.block] = BlockVersion(
+                    block=body.block, version=body.version, weights=body.weights
+                )
+                if body.block == config.fusion:
+                    pins = body.features
     if last is None or last.seq < manifest.number:
         raise Damaged(
             "the ledger is shorter than the signed manifest says; pull from the coordinator itself"
         )
     return ModelVersions({**newest, **{pin.block: pin for pin in pins}})
-
-
-def _read_version(entry: LedgerEntry) -> tuple[BlockVersion, tuple[BlockVersion, ...]]:
-    """The version of an entry, and the versions of the other blocks that it was trained on."""
-    try:
-        body = json.loads(entry.body)
-        fields = {name: body[name] for name in BlockVersion.model_fields}
-        features = tuple(BlockVersion(**pin) for pin in body.get("features", ()))
-        return BlockVersion(**fields), features
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise Damaged(
-            f"entry {entry.seq} of the ledger cannot be read; install the coordinator's version"
-        ) from None
 
 
 def compose_run(
