@@ -146,7 +146,7 @@ def calls() -> str:
     """All calls of a coordinator, then the messages that they carry, as fields with their types."""
     from pydantic import BaseModel
 
-    from blocktrain.protocol import ledger, messages, stages, status
+    from blocktrain.protocol import events, ledger, messages, stages, status
     from blocktrain.protocol.calls import CALLS, WATCH_CALLS
 
     kinds = [
@@ -159,6 +159,10 @@ def calls() -> str:
         and kind.model_fields.keys() - {"signature"}
     ]
     described = "\n\n".join(message(kind) for kind in kinds)
+    event_kinds = "\n\n".join(
+        f"### Event {name}\n\n{fields(kind, ('field', 'type', 'meaning'))}"
+        for name, kind in events.KINDS.items()
+    )
     return f"""# HTTP calls
 
 The calls of a coordinator and the fields of every message. [The protocol](../protocol.md) explains
@@ -179,6 +183,13 @@ task's ticket. *operator*: the operator's token instead.
 ## Messages
 
 {described}
+
+## Events
+
+Lines of `events.jsonl`, and what `GET /v1/events` sends: `seq`, `time`, `kind`, and these fields.
+[Events](../protocol.md#events) says when each one is written.
+
+{event_kinds}
 """
 
 
@@ -207,15 +218,24 @@ def argument(value: Argument) -> str:
 
 
 def message(kind: type[BaseModel]) -> str:
+    about = " ".join((kind.__doc__ or "").split())
+    table = fields(kind, ("field", "type", "required", "meaning"))
+    return f"### {kind.__name__}\n\n{about}\n\n{table}"
+
+
+def fields(kind: type[BaseModel], columns: Sequence[str]) -> str:
     schema = kind.model_json_schema(by_alias=False)
     required = schema.get("required", [])
-    rows = ["| field | type | required | meaning |", "|---|---|---|---|"]
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, part in schema["properties"].items():
-        meaning = " ".join(part.get("description", "").split()).replace("|", "\\|")
-        needed = "yes" if name in required else "no"
-        rows.append(f"| `{name}` | {json_type(part)} | {needed} | {meaning} |")
-    about = " ".join((kind.__doc__ or "").split())
-    return f"### {kind.__name__}\n\n{about}\n\n" + "\n".join(rows)
+        cells = {
+            "field": f"`{name}`",
+            "type": json_type(part),
+            "required": "yes" if name in required else "no",
+            "meaning": " ".join(part.get("description", "").split()).replace("|", "\\|"),
+        }
+        rows.append(f"| {' | '.join(cells[column] for column in columns)} |")
+    return "\n".join(rows)
 
 
 def json_type(part: dict[str, Any]) -> str:
