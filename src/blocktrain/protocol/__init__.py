@@ -1,1 +1,1 @@
-"""What travels between machines: messages, bytes, signatures, chunks. Knows neither HTTP nor torch."""
+"""Everything that crosses a wire, typed. Knows neither HTTP nor torch."""

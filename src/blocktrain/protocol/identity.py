@@ -1,4 +1,4 @@
-"""Who somebody is: an ed25519 key in a file, the canonical bytes of a message, signatures over them."""
+"""Identities: an ed25519 key in a file, and signatures over the canonical bytes of a message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_KEY_FILE = 4096
 
 
 def canonical(message: Message) -> bytes:
-    """JSON in ASCII: keys sorted, no spaces, every field but `signature`; floats as Python's repr writes them."""
+    """JSON in ASCII: sorted keys, no spaces, all fields but `signature`, floats as by repr."""
     fields = message.model_dump(mode="json", exclude={"signature"})
     return canonical_json(fields).encode()
 
@@ -44,7 +44,10 @@ def digest(message: Message) -> str:
 
 
 def signing_bytes(message: Signed) -> bytes:
-    """What is signed: a line that names protocol and kind, so that no signature fits another kind, then the canonical bytes."""
+    """What is signed: a line with protocol and kind, then the canonical bytes.
+
+    The line keeps a signature from fitting a message of another kind.
+    """
     return f"blocktrain {PROTOCOL} {type(message).__name__}\n".encode() + canonical(message)
 
 
@@ -119,7 +122,8 @@ def load_identity(path: Path) -> Identity:
         raise IdentityError(f"cannot read the key file {path}: {error.strerror or error}") from None
     if os.name == "posix" and mode & 0o077:
         raise IdentityError(
-            f"others can read the key file {path}; run `chmod 600 {path}`, or remove it to get a new key"
+            f"others can read the key file {path};"
+            f" run `chmod 600 {path}`, or remove it to get a new key"
         )
     try:
         key = serialization.load_pem_private_key(content, password=None)
@@ -133,14 +137,17 @@ def load_identity(path: Path) -> Identity:
 
 
 def open_identity(path: Path) -> Identity:
-    """The key in the file; made first if there is none. Two processes that start at once get the same key."""
+    """The key in the file, made if there is none.
+
+    Two processes that start at once get the same key.
+    """
     if not path.exists():
         _create(path)
     return load_identity(path)
 
 
 def _create(path: Path) -> None:
-    """Readable by the owner alone from the first moment; whole or not there; never over another key."""
+    """Write it for the owner alone, whole or not at all, and never over another key."""
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

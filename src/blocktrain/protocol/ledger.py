@@ -51,7 +51,7 @@ Kind = Literal[
 
 
 class LedgerEntry(Message):
-    """One line of the ledger. The body stays text, so that nobody has to write its numbers again to check the hash."""
+    """One line of the ledger. The body stays text: a check of its hash rewrites no numbers."""
 
     seq: Number
     """From 1."""
@@ -114,7 +114,10 @@ class ExpireFacts(Message):
 
 
 class UpdateFacts(Message):
-    """update: a submission with its signature, and the order that it answers. The receipt carries the hash of this entry."""
+    """update: a signed submission, and the order that it answers.
+
+    The receipt carries the hash of this entry.
+    """
 
     submission: Submission
     order: Order
@@ -144,7 +147,7 @@ class VersionFacts(Message):
     outer_learning_rate: Annotated[float, Field(ge=0, le=100)]
     outer_momentum: Annotated[float, Field(ge=0, lt=1)]
     features: Annotated[tuple[BlockVersion, ...], Field(max_length=MAX_BLOCKS)] = ()
-    """For the fusion block: the versions of the others that it was trained on, and must be used with."""
+    """For the fusion block: the versions of the others that it was trained on."""
     reason: Sentence
 
 
@@ -232,14 +235,14 @@ def read_body(kind: type[M], entry: LedgerEntry) -> M:
 
 
 def entry_hash(seq: int, kind: str, body: str, previous: str) -> str:
-    """sha256 of the canonical JSON list [seq, kind, previous, body], the body being a string in it."""
+    """sha256 of the canonical JSON list [seq, kind, previous, body], with the body as a string."""
     return hashlib.sha256(canonical_json([seq, kind, previous, body]).encode()).hexdigest()
 
 
 def require_chain(
     entries: Iterable[LedgerEntry], last: LedgerEntry | None = None
 ) -> LedgerEntry | None:
-    """Refuse entries that are missing, repeated, reordered or changed; gives the last one, to go on from."""
+    """Refuse missing, repeated, reordered and changed entries; gives the last one."""
     for entry in entries:
         seq, previous = (1, BEGINNING) if last is None else (last.seq + 1, last.hash)
         if (entry.seq, entry.previous) != (seq, previous) or entry.hash != entry_hash(
@@ -253,7 +256,10 @@ def require_chain(
 
 
 def lineage(parent: str | None, order: Order, continued: Lineage) -> str:
-    """Names an optimizer state by what it went through: sha256 of the parent's name, a line feed, and the order as it was carried out."""
+    """The name of an optimizer state, by the tasks it went through.
+
+    sha256 of the parent's name, a line feed, and the order as it was carried out.
+    """
     if (parent is None) != (continued.optimizer is None):
         raise ValueError("a state with a parent continues a task, a fresh one does not")
     carried_out = Order(**{name: getattr(order, name) for name in Order.model_fields}).model_copy(

@@ -1,6 +1,7 @@
-"""Every HTTP message, typed and limited; unknown fields, other types and values out of range are refused. docs/protocol.md explains them.
+"""Every HTTP message, typed and limited. docs/protocol.md explains them.
 
-The join token is a header (`Authorization: Bearer ...`), never part of a body: it can be checked before a body is read, and it
+Unknown fields, wrong types and values out of range are refused. The join token is a header
+(`Authorization: Bearer ...`), never part of a body: it is checked before a body is read, and it
 reaches neither the ledger nor a signature.
 """
 
@@ -60,7 +61,7 @@ class Message(BaseModel):
 
 
 class Signed(Message):
-    """A message with an ed25519 signature over all other fields (identity.sign, identity.verify)."""
+    """A message with an ed25519 signature over all other fields."""
 
     signature: Signature = ""
 
@@ -154,11 +155,14 @@ class Join(Signed):
 
 
 class Order(Message):
-    """The part of a task that decides what is computed; with it and the blobs anyone can compute the update again."""
+    """The part of a task that decides what is computed.
+
+    With it and the blobs anyone can compute the update again.
+    """
 
     task: Number
     number: Count
-    """Of the task among those of its block; unlike `task` it does not depend on the other blocks."""
+    """Of the task within its block: unlike `task` it does not depend on other blocks."""
     block: BlockIndex
     base: Count
     """Version that is trained from."""
@@ -224,7 +228,7 @@ class JoinReply(Message):
 
 
 class TaskRequest(Signed):
-    """POST /v1/tasks. Asked again while a task is leased, it gives the same task with the time that is left."""
+    """POST /v1/tasks. While a task is leased, the answer is that task with the time left."""
 
     run: RunId
     worker: WorkerId
@@ -276,7 +280,10 @@ class UploadState(Message):
 
 
 class Submission(Signed):
-    """POST /v1/updates, when all chunks are there. The same (task, payload_sha256) gets the same receipt for ever."""
+    """POST /v1/updates, after all chunks.
+
+    The same (task, payload_sha256) always gets the same receipt.
+    """
 
     run: RunId
     worker: WorkerId
@@ -295,7 +302,10 @@ class Submission(Signed):
     loss_after: Loss
     """Mean loss of the last step."""
     seconds: Seconds = 0.0
-    """Spent on the steps alone, by the worker's clock; 0 is not measured. Only its own next tasks are sized by it."""
+    """Spent on the steps alone, by the worker's clock; 0 is not measured.
+
+    It sizes only the worker's own next tasks.
+    """
     continued: Lineage
     """What the worker really continued; it may have lost what the task names."""
     lineage: Sha256
@@ -320,7 +330,7 @@ class Submission(Signed):
 
 
 class Receipt(Signed):
-    """The coordinator's word on a submission; its signature and the ledger entry make it provable."""
+    """The coordinator's signed answer to a submission; the ledger records it."""
 
     run: RunId
     worker: WorkerId
@@ -373,7 +383,7 @@ def refusal(error: Refused, retry_seconds: float | None = None) -> Refusal:
 
 
 class Manifest(Signed):
-    """GET /v1/run: what is current, signed, so that no mirror can serve something old, mixed or endless."""
+    """GET /v1/run: what is current. Signed, so that a mirror cannot serve old or mixed data."""
 
     protocol: Count
     run: RunId

@@ -1,4 +1,4 @@
-"""Every reason for which a coordinator says no: a stable code, an HTTP status, what the caller should do, and a sentence."""
+"""Every refusal of a coordinator: a stable code, an HTTP status, a sentence, and what to do."""
 
 from __future__ import annotations
 
@@ -174,7 +174,8 @@ RULES: dict[Code, Rule] = {
     Code.NOT_FINITE: Rule(
         422,
         Then.NEXT,
-        "a value is not finite or out of range; drop the optimizer state and start from the base weights",
+        "a value is not finite or out of range;"
+        " drop the optimizer state and start from the base weights",
     ),
     Code.BUSY: Rule(503, Then.RETRY, "the coordinator is busy; try again after a pause"),
     Code.TOO_MANY_REQUESTS: Rule(

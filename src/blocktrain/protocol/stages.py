@@ -1,4 +1,7 @@
-"""Where the stages of a model are, as they tell a coordinator and it tells others. A hint: what a stage is, it proves on its own line."""
+"""Where the stages of a model are, by their own word.
+
+Only a hint: a stage proves what it is on its own connection.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resumable transfers as arithmetic: how bytes are cut into chunks, what is still missing, which ranges to ask for. No I/O."""
+"""The arithmetic of resumable transfers: chunks, what is missing, which ranges. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CHUNKS = 1 << 16
 
 @dataclass(frozen=True)
 class Plan:
-    """`length` bytes in chunks of `chunk_bytes`, numbered from 0; only the last may be shorter. No bytes, no chunks."""
+    """`length` bytes in chunks of `chunk_bytes`, numbered from 0; the last may be shorter."""
 
     length: int
     chunk_bytes: int = CHUNK_BYTES

@@ -1,7 +1,7 @@
-"""OpenAI's completions API in front of an entry, with what operators and people look at: status, metrics, health, the page.
+"""OpenAI's completions API in front of an entry, with status, metrics, health and the page.
 
-Before a body is read: key, type, exact length, size. While it is read: a deadline with a minimum rate. Before anything is done: every
-field, within limits. Whoever hangs up is not written for any more.
+web/guard.py checks keys, lengths and deadlines; here every field is checked before any work. When a
+client disconnects, its text is no longer written.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class OpenAIApi:
         self.front = ServingFront(rules, self.metrics)
 
     async def health(self, _: Request, __: Send) -> Response:
-        """GET /healthz: whether an answer can be had now, and the blocks that nobody holds; needs no key."""
+        """GET /healthz: whether it can answer now, and the blocks that nobody holds. No key."""
         able, missing = self._able()
         return JSONResponse(
             {"ok": able, "model": self.rules.model, "missing_blocks": missing}, 200 if able else 503
@@ -295,7 +295,10 @@ def _chunk(job: CompletionJob, choices: list[TextChoice], numbered: _Numbered) -
 
 
 async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_Numbered]:
-    """The pieces of all choices as they come; closing it closes them all. An error of one is the error of all."""
+    """The pieces of all choices as they come.
+
+    Closing it closes all choices, and an error of one ends all.
+    """
     arrived: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(AHEAD)
 
     async def pump(index: int) -> None:

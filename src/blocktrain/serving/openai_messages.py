@@ -1,4 +1,4 @@
-"""The OpenAI completions API as values: what may be asked, within which limits, and how answers and errors are written. No I/O."""
+"""The messages of the OpenAI completions API, with their limits. No I/O."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StreamOptions(BaseModel):
 
 
 class Completion(BaseModel):
-    """The body of POST /v1/completions; null is the same as left out. The last four fields are ours."""
+    """The body of POST /v1/completions. null means left out. The last four fields are ours."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -242,7 +242,7 @@ class TextChoice:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, piece: Piece) -> str:
-        """The characters that are complete now; at the end what is left over, replaced if it is none."""
+        """The characters that are complete now. At the end, incomplete ones are replaced."""
         text = self._decoder.decode(piece.text, final=piece.finish is not None)
         self.bytes += len(piece.text)
         self.parts.append(text)
@@ -256,7 +256,10 @@ class TextChoice:
 
 
 def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> dict[str, Any]:
-    """The response's field `blocktrain`: how the text came about, summed over the choices. `whole` has the list of every sweep too."""
+    """The response's field `blocktrain`: how the text was written, summed over the choices.
+
+    `whole` adds the list of every sweep.
+    """
     known = [one for one in stats if one is not None]
     found: dict[str, Any] = {"mode": known[0].mode if known else None, "seed": seed}
     for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
@@ -270,7 +273,7 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
 
 
 def usage(job: CompletionJob, writings: Iterable[TextChoice]) -> dict[str, Any]:
-    """Bytes are the tokens here. A prompt longer than the context keeps its tail: how much was cut is told."""
+    """A prompt longer than the context keeps its tail; `prompt_bytes_cut` says how much was cut."""
     writings = list(writings)
     prompt = len(job.requests[0].prompt)
     written = sum(one.bytes for one in writings)
@@ -304,7 +307,7 @@ def completed(job: CompletionJob, writings: list[TextChoice]) -> dict[str, Any]:
 
 
 def chunk(job: CompletionJob, writing: TextChoice, text: str) -> bytes:
-    """A piece of one choice as a server-sent event; the one with the finish has the list of every sweep."""
+    """A piece of one choice as a server-sent event; the last one has the list of every sweep."""
     told = facts(
         [writing.stats], (job.seed + writing.index) & MAX_SEED, whole=writing.finish is not None
     )

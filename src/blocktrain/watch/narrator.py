@@ -1,4 +1,4 @@
-"""What a run commits, as events for people: entries of the ledger, workers that come and go, refusals. Decides nothing."""
+"""Turns what a run commits into events: ledger entries, workers, refusals. Decides nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Fold:
 
 
 class Narrator:
-    """Puts what happens into a feed. The caller holds the run's lock, except for `refused`."""
+    """Observes a run for a feed. The caller holds the run's lock, except for `refused`."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
@@ -161,7 +161,7 @@ class Narrator:
         )
 
     def refused(self, error: Refused, worker: str, block: int) -> None:
-        """Somebody was told no. Only remembered here: this is the way of every call, and a stranger may make many."""
+        """Count a refusal. It becomes an event later, because a stranger may cause many."""
         with self._mutex:
             fold = self._folds.setdefault(
                 (error.code, worker), _Fold(time.monotonic(), error.sentence, block)
@@ -169,7 +169,7 @@ class Narrator:
             fold.count += 1
 
     def look(self, live: LiveRun, now: float) -> None:
-        """What passes with time: workers that are lost or back, refusals that were folded long enough."""
+        """Report what passes with time: lost workers, workers that are back, refusals."""
         self.flush(FOLD_SECONDS)
         if now - self._looked < LOOK_SECONDS:
             return

@@ -1,4 +1,6 @@
-"""A process that scores versions of a run: requests as JSON lines on stdin, answers on stdout, until stdin ends. Needs torch.
+"""A process that scores versions of a run; it needs torch.
+
+Requests are JSON lines on stdin, answers go to stdout, until stdin ends.
 
     python -m blocktrain.watch.scorer
 
@@ -43,7 +45,7 @@ Paths = dict[str, str]  # by block: where its weights are
 
 
 def main() -> None:
-    """Answer until nobody asks any more; whoever asked may be dead, so that stdin is watched also while scoring."""
+    """Answer until stdin ends. It is watched while scoring too: the parent may have died."""
     os.nice(NICE)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -82,7 +84,7 @@ def score(
 ) -> tuple[dict[str, float], int]:
     """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
 
-    `features` are the blocks that the newest fusion block was trained on: only with those is it a model.
+    `features` are the blocks that the newest fusion block was trained on, and works with.
     """
     fusion = str(config.fusion)
     own = {number: path for number, path in newest.items() if number != fusion}
@@ -130,7 +132,7 @@ def _corpus(train: str, valid: str) -> Corpus:
 
 @torch.no_grad()
 def sampled(predict: Predictors, split: Ids, context: int, limit: int) -> dict[str, float]:
-    """`cross_entropies` on rows from all over a split that is longer than the limit: one stretch of text is unlike the rest."""
+    """`cross_entropies` on rows from all over a split: one stretch is unlike the rest."""
     count = (len(split) - 1) // context
     if len(split) <= max(limit, context + 1):
         return cross_entropies(predict, split, context, rows=ROWS)

@@ -1,6 +1,6 @@
-"""Scores a run's versions beside it: a child process of low priority computes, a thread here asks it and tells the feed.
+"""Scores a run's versions in the background, in a child process of low priority.
 
-Nothing waits for it. Its death or slowness costs scores, never updates.
+Nothing waits for it: if it is slow or dies, scores are missing, never updates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Request = dict[str, Any]
 
 
 class Scorer:
-    """Scores at once, then when there are new versions and enough time has passed, and once more when the run is over."""
+    """Scores at once, then new versions with pauses in between, then the finished run."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Scorer:
         self._thread.start()
 
     def settle(self, seconds: float) -> None:
-        """Wait, but not longer, until the last versions of a finished run are scored or never will be."""
+        """Wait at most so long until the last versions of a finished run are scored."""
         self._settled.wait(seconds)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""The state of a run as people want to see it. Reads only."""
+"""The status of a run, for people and pages. Reads only."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ Presence = Literal["training", "waiting", "lost", "left", "kicked"]
 
 
 def status_of(live: LiveRun, now: float, feed: Feed) -> Status:
-    """`GET /v1/status`. Needs no lock: what a run knows is never changed in place, only replaced."""
+    """Needs no lock: what a run knows is never changed in place, only replaced."""
     run, over = live.state, live.finished
     out = [lease for lease in run.leases.values() if not lease.expired]
     training, leased = (
@@ -51,6 +52,7 @@ def status_of(live: LiveRun, now: float, feed: Feed) -> Status:
         ),
         refusals={Code(code): count for code, count in sorted(live.recall.refusals.items())},
         scores=feed.scores,
+        scores_seconds=None if feed.scored is None else max(0.0, time.time() - feed.scored),
         bytes_in=bytes_in,
         bytes_out=bytes_out,
     )
@@ -129,7 +131,7 @@ def _worker(
 
 
 def _unchecked(**fields: Any) -> WorkerStatus:
-    """All fields, validated when they came. Of a thousand workers every one takes a sixth of the time of `model_construct`."""
+    """A status of fields that were validated before, six times as fast as `model_construct`."""
     made = WorkerStatus.__new__(WorkerStatus)
     for name, value in (("__dict__", fields), ("__pydantic_fields_set__", _ALL), *_NEITHER):
         object.__setattr__(made, name, value)

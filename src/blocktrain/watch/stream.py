@@ -1,4 +1,4 @@
-"""What people look at, over HTTP: the page and its files, the stream of events. Reads only."""
+"""The dashboard and the stream of events over HTTP, live or from a log. Reads only."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def find_log(where: Path) -> Path:
             raise RunError(f"{log} holds no events of a coordinator")
     except OSError as error:
         raise RunError(
-            f"cannot read {log}: {error.strerror or error}; name a coordinator's folder or its {EVENTS}"
+            f"cannot read {log}: {error.strerror or error};"
+            f" name a coordinator's folder or its {EVENTS}"
         ) from None
     return log
 

@@ -1,4 +1,7 @@
-"""The files of a page over HTTP: its own folder, and what all pages share. They can load nothing from elsewhere."""
+"""The files of a page over HTTP: its own folder, and the files that all pages share.
+
+The headers keep a page from loading anything from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ COMMON = Path(__file__).parent / "common"
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _FILE = re.compile(r"[a-z]{1,20}\.(html|js|css|svg)\Z")
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # kept, but asked for again: a new version of BlockTrain brings a new page
+    "Cache-Control": "no-cache",  # revalidate: a new version of BlockTrain has a new page
 }
 
 

@@ -1,4 +1,4 @@
-"""An ASGI app on a socket: TLS, the event loop, signals, and deadlines for those who send or read too slowly."""
+"""An ASGI app on a socket: TLS, event loop, signals, and deadlines for slow clients."""
 
 from __future__ import annotations
 
@@ -20,31 +20,28 @@ from blocktrain.errors import ConfigError
 
 HEADER_SECONDS = 15.0
 BODY_SECONDS = 10.0
-MIN_RATE = 16 << 10  # bytes a second; who is slower is given up, in either direction
+MIN_RATE = 16 << 10  # bytes a second, in either direction; slower connections are closed
 MAX_HEADERS = 64 << 10  # bytes
 MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
-FINISH_SECONDS = 5  # that what is being answered has when it stops
-STOP_SECONDS = 60.0  # that its threads have to end
-KEEP_ALIVE_SECONDS = (
-    75  # well above the client's: it must never send into a connection that is being closed
-)
+FINISH_SECONDS = 5  # for requests in progress when it stops
+STOP_SECONDS = 60.0  # for its threads to end
+KEEP_ALIVE_SECONDS = 75  # well above the client's, which must not use a closing connection
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """uvicorn waits for ever for headers, for the rest of a body that nobody wants, and for readers; this one hangs up."""
+    """Closes slow connections. uvicorn alone waits for headers, unread bodies and readers."""
 
     _late: asyncio.TimerHandle | None = None  # until the next headers are complete
     _unread: asyncio.TimerHandle | None = None  # until the other side has read what was sent
     _headers: int | None = None  # bytes of those that are being received
 
     def connection_made(self, transport: Any) -> None:
-        """The clock starts."""
         super().connection_made(transport)
         self._late = self._hang_up_after(HEADER_SECONDS)
 
     def data_received(self, data: bytes) -> None:
-        """Headers have an end, or the connection has."""
+        """Headers that are too long end the connection."""
         if self._headers is not None:
             self._headers += len(data)
             if self._headers > MAX_HEADERS:
@@ -53,45 +50,40 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """The clock starts again with every further request on the connection."""
         super().on_message_begin()
         self._headers = 0
         _stop(self._late)
         self._late = self._hang_up_after(HEADER_SECONDS)
 
     def on_headers_complete(self) -> None:
-        """In time."""
         self._headers = None
         _stop(self._late)
         self._late = None
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        """The next request must begin in time. uvicorn's own clock stops with any byte, also one that begins nothing."""
+        """The next request must begin in time. uvicorn's own timer stops with any byte."""
         super().on_response_complete()
         if self._late is None and self.cycle.response_complete:
             self._late = self._hang_up_after(KEEP_ALIVE_SECONDS)
 
     def pause_writing(self) -> None:
-        """The other side reads slowly: it must not be slower than those who send."""
+        """The other side reads slowly: the minimum rate holds for readers too."""
         super().pause_writing()
         self._unread = self._hang_up_after(body_seconds(self.transport.get_write_buffer_size()))
 
     def resume_writing(self) -> None:
-        """Fast enough."""
         _stop(self._unread)
         super().resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody to hang up on."""
         _stop(self._late)
         _stop(self._unread)
         super().connection_lost(exc)
 
     def _hang_up_after(self, seconds: float) -> asyncio.TimerHandle:
-        return self.loop.call_later(
-            seconds, self.transport.abort
-        )  # to close would wait until all that was sent is read
+        # `close` would wait until everything that was sent is read.
+        return self.loop.call_later(seconds, self.transport.abort)
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:
@@ -110,7 +102,7 @@ class Where:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Ends streams before it waits for its connections, and on a signal ends without raising it again."""
+    """Ends streams before it waits for connections, and does not raise a signal again."""
 
     def __init__(self, config: uvicorn.Config, end_streams: Callable[[], None]) -> None:
         super().__init__(config)
@@ -131,7 +123,7 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """While the main thread serves, Ctrl-C and SIGTERM mean: finish; a second Ctrl-C: at once."""
+        """In the main thread, Ctrl-C and SIGTERM mean finish; a second Ctrl-C means at once."""
         ours = threading.current_thread() is threading.main_thread()
         known = {
             number: signal.signal(number, self.handle_exit)
@@ -178,7 +170,10 @@ class AppServer:
         self._server = _Uvicorn(config, end_streams)
 
     async def serve(self, started: Callable[[], None] = lambda: None) -> None:
-        """Until a signal or `stop`; in the main thread's loop. `started` is called when it answers."""
+        """Serve until a signal or `stop`, in the main thread's loop.
+
+        `started` is called when it answers.
+        """
         self._server.on_start = started
         await self._server.serve(sockets=[self._socket])
 
@@ -200,7 +195,8 @@ class AppServer:
         self._server.should_exit = True
         if self._thread is None or self.serves(STOP_SECONDS):
             return
-        for thread in threading.enumerate():  # those of its pool end by themselves, but a process that leaves before they have may crash
+        # The threads of its pool end by themselves, but exiting before they did may crash.
+        for thread in threading.enumerate():
             if getattr(thread, "loop", None) is self._server.served_by is not None:
                 thread.join(STOP_SECONDS)
 
@@ -231,13 +227,14 @@ def bind(host: str, port: int) -> socket.socket:
         listening.listen(BACKLOG)  # from now on they wait, and the port is nobody else's
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --listen host:port"
+            f"cannot listen on {host}:{port}: {error.strerror or error};"
+            " choose another with --listen host:port"
         ) from None
     return listening
 
 
 def allow_connections() -> None:
-    """As many open files as the system lets this process have: every worker keeps a connection, and 1,024 are soon used up."""
+    """Raise the limit of open files: every worker keeps a connection, and 1,024 are too few."""
     with suppress(ImportError, OSError, ValueError):  # not everywhere, and not always
         import resource
 
