@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows of a real coordinator, and that it stays usable, quiet and harmless."""
+"""The live page in a real browser, with a real coordinator: it stays usable and harmless."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def cells(visit: Visit, table: str, row: str) -> dict[str, str]:
         .filter(has=visit.page.locator("th", has_text=row))
         .first
     )
-    script = "row => Object.fromEntries([...row.cells].map(cell => [cell.className.split(' ')[0], cell.innerText]))"
+    script = (
+        "row => Object.fromEntries([...row.cells]"
+        ".map(cell => [cell.className.split(' ')[0], cell.innerText]))"
+    )
     return dict(found.evaluate(script))
 
 
@@ -123,8 +126,11 @@ def replaying(visit: Visit, events: list[dict[str, Any]]) -> None:
 
 
 def folded(visit: Visit, events: list[dict[str, Any]], script: str) -> Any:
-    """What fold.js makes of events, in the browser; the script sees `state` and everything that fold.js exports."""
-    start = "const fold = await import('/page/fold.js'); const state = events.reduce(fold.fold, fold.begin());"
+    """What fold.js makes of events. The script sees `state` and the exports of fold.js."""
+    start = (
+        "const fold = await import('/page/fold.js');"
+        " const state = events.reduce(fold.fold, fold.begin());"
+    )
     return visit.page.evaluate(f"async events => {{ {start} {script} }}", events)
 
 
@@ -449,7 +455,8 @@ def test_many_workers_and_a_long_history_stay_quick(browser: Browser, site: Site
         visit.page.wait_for_selector('#workers th.name[aria-sort="ascending"]')
         assert visit.text("#workers tbody tr:first-child th span") == "machine-1"
         script = """async () => {
-            const row = document.querySelector("#workers tbody tr"), slider = document.querySelector("#position");
+            const row = document.querySelector("#workers tbody tr");
+            const slider = document.querySelector("#position");
             for (let n = 0; n < 10; n++) {
                 slider.value = Number(slider.max) * (0.5 + n / 20);
                 slider.dispatchEvent(new Event("input"));
@@ -477,11 +484,14 @@ def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(
     summary = """const summary = (s) => JSON.stringify([
         s.seq, s.rounds, fold.progress(s),
         [...s.blocks.values()].map((block) => [block.version, block.steps]),
-        [...s.workers.values()].map((worker) => [worker.name, worker.state, worker.accepted, worker.refused]),
+        [...s.workers.values()].map((w) => [w.name, w.state, w.accepted, w.refused]),
         [...s.scores].map(([name, curve]) => [name, curve.value]),
     ]);"""
     with visiting(browser, site.page) as visit:
-        twice = f"{summary} const before = summary(state); events.forEach((e) => fold.fold(state, e)); return [before, summary(state)]"
+        twice = (
+            f"{summary} const before = summary(state);"
+            " events.forEach((e) => fold.fold(state, e)); return [before, summary(state)]"
+        )
         before, after = folded(visit, events, twice)
         assert before == after  # told twice, after a reconnection
         seq, rounds, progress, blocks, workers, scores = json.loads(before)
@@ -512,8 +522,9 @@ def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
         "bytes_out": 4,
         "time": 7.0,
     }
-    seen = """const b = state.blocks.get(1), w = state.workers.get("w"); return [b.round.target, b.round.deadline, b.round.updates.size,
-        b.round.leased.size, w.state, w.staleness, w.speed, b.version, state.bytesIn + state.bytesOut];"""
+    seen = """const b = state.blocks.get(1), w = state.workers.get("w");
+        return [b.round.target, b.round.deadline, b.round.updates.size, b.round.leased.size,
+        w.state, w.staleness, w.speed, b.version, state.bytesIn + state.bytesOut];"""
     with visiting(browser, site.page) as visit:
         assert folded(visit, [run, task], seen) == [2, 60, 0, 1, "training", None, 0, 0, 0]
         assert folded(visit, [run, task, update], seen) == [2, 60, 1, 0, "waiting", 2, 2, 0, 0]
@@ -528,7 +539,10 @@ def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
             1,
             7,
         ]
-        bought = "return fold.bought({ value: [3, 2.5], bytes: [1e9, 3e9], time: [0, 1], steps: [0, 1] })"
+        bought = (
+            "return fold.bought({ value: [3, 2.5], bytes: [1e9, 3e9],"
+            " time: [0, 1], steps: [0, 1] })"
+        )
         assert folded(visit, [], bought) == {"now": 2.5, "gain": -0.5, "perByte": -0.25e-9}
         later = [
             {**version, "version": n, "steps": 10 * n, "time": 7.0 + 10 * n} for n in range(1, 6)

@@ -197,7 +197,8 @@ def test_the_keyboard_is_enough(browser: Browser, entry: Process) -> None:
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate(
-                    "(({id, value, textContent}) => id || value || textContent)(document.activeElement)"
+                    "(({id, value, textContent}) => id || value || textContent)"
+                    "(document.activeElement)"
                 )
             )
         assert reached[:2] == ["Skip to the text", "theme"]

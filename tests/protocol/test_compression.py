@@ -1,4 +1,4 @@
-"""The codec: exact where it says so, bounded where not, the same bytes every time, and no way for a payload to hurt the reader."""
+"""Compression: exact or bounded errors, the same bytes every time, hostile payloads refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def note_of(raw: bytes) -> str:
 
 @pytest.mark.parametrize("method", LOSSY)
 def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
-    """Twenty rounds of the same small change next to a large one: without the residual int4 would never send it."""
+    """Twenty small changes next to a large one: without the residual int4 never sends them."""
     delta = {"w": np.full(GROUP, 1e-5, np.float32)}
     delta["w"][0] = 1e-3
     total, residual = np.zeros(GROUP), None
@@ -149,7 +149,8 @@ def test_noise_that_no_coder_can_squeeze_keeps_the_ratio(method: Method, least: 
     assert delta["w"].nbytes / len(compression.compress(delta, None, method)[0]) >= least
 
 
-# Golden bytes: what another implementation has to read and write (the zstd frame around them may differ, its content may not).
+# Golden bytes: what another implementation has to read and write. The zstd frame around them may
+# differ, its content may not.
 GOLDEN_DELTA = {
     "b": np.array([1.0, -0.5, 0.25], np.float32),
     "a": np.array([[0.001953125, -7.0]], np.float32),

@@ -1,4 +1,4 @@
-"""Identity and ledger: golden canonical bytes and signatures, keys that only their owner can read, a chain that shows every change."""
+"""Identity and ledger: golden bytes and signatures, private keys, a chain that shows changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ CANONICAL = (
 )
 PUBLIC = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
 WORKER_ID = "56475aa75463474c0285df5dbf2bcab7"
-SIGNATURE = "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
+SIGNATURE = (
+    "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540"
+    "ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
+)
 DIGEST = "a91982190ab2b64c82ba10c89774c14729fe6a32673b60f9aad2f469df8081c1"
 LINEAGE = "7bda95b77b8150312da2c8fe3a0a5c5a5abf576b289338dd17a16c590c4b9257"
 ENTRY = "47d1c327e5b8de2887e2eebde5bc63df26ed5477911cf2f18f9d894a6621c96e"
@@ -59,7 +62,8 @@ def test_golden_canonical_bytes_and_signature() -> None:
 def test_golden_floats(value: float, text: str) -> None:
     """Another implementation has to write floats so."""
     message = Wait(seconds=value, code="no_work", reason='ü "quoted" \\ \n')
-    expected = f'{{"code":"no_work","kind":"wait","reason":"\\u00fc \\"quoted\\" \\\\ \\n","seconds":{text}}}'
+    reason = '"\\u00fc \\"quoted\\" \\\\ \\n"'
+    expected = f'{{"code":"no_work","kind":"wait","reason":{reason},"seconds":{text}}}'
     assert identity.canonical(message) == expected.encode()
 
 

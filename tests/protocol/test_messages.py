@@ -1,4 +1,4 @@
-"""Messages: every kind survives the wire, nothing unknown or out of range does, and every refusal has a sentence."""
+"""Messages: every kind survives the wire, bad ones do not, every refusal has a sentence."""
 
 from __future__ import annotations
 
@@ -246,5 +246,8 @@ def test_codes_are_stable() -> None:
 
 def test_the_room_needs_no_torch() -> None:
     names = "compression, identity, ledger, messages, refusals, status, transfer"
-    code = f"import sys; from blocktrain.protocol import {names}; sys.exit('torch' in sys.modules or 'blocktrain.learning' in sys.modules)"
+    code = (
+        f"import sys; from blocktrain.protocol import {names};"
+        " sys.exit('torch' in sys.modules or 'blocktrain.learning' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -1,4 +1,4 @@
-"""The event log and its stream: what is told, to whom, after restarts, and what a full disk or a slow reader cannot do."""
+"""The event log and its stream: after restarts, with a full disk, with slow readers."""
 
 from __future__ import annotations
 

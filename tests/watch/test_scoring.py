@@ -1,4 +1,4 @@
-"""Scores of a running run: those that `evaluate` gives, from a process whose death stops nothing and which dies with its coordinator."""
+"""Scores of a running run equal those of `evaluate`; the scorer's death stops nothing."""
 
 from __future__ import annotations
 
