@@ -285,6 +285,9 @@ BAD_INPUT = [
         "heads=4 must divide width=30",
     ),
     (["train", "--data", "notes.txt", "--compose", "euler"], "needs objective=denoise"),
+    (["train", "--data", "notes.txt", "--compose", "stack"], "must be 'fuse', 'pool' or 'euler'"),
+    (["train", "--data", "notes.txt", "--tokenizer", "words"], "must be 'bytes'"),
+    (["train", "--data", "image.bin"], "image.bin is not text: its train part has NUL bytes"),
     (["train", "--data", "notes.txt", "--config", "unknown.toml"], "unknown setting 'colour'"),
     (["train", "--data", "notes.txt", "--config", "damaged.toml"], "not valid TOML"),
     (["train", "--data", "notes.txt", "--config", "missing.toml"], "cannot read the settings file"),
@@ -377,6 +380,7 @@ def test_bad_input_gets_one_sentence(
     monkeypatch.delenv("BLOCKTRAIN_DATA", raising=False)
     (tmp_path / "notes.txt").write_bytes(text.read_bytes())
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "image.bin").write_bytes(bytes(range(256)) * 64)
     (tmp_path / "short.txt").write_text("too short\n" * 3)
     (tmp_path / "unknown.toml").write_text('colour = "blue"\n')
     (tmp_path / "damaged.toml").write_text("steps = = 3\n")

@@ -2,7 +2,8 @@
 
 A process computes on one thread unless the user asks for more (`--threads`). Torch's own default is
 a thread per core; these wait for each other by spinning, so on a busy machine they are many times
-slower than one. One thread also gives the same bits on every number of cores.
+slower than one: 57 s against 5 s for 20 kB on 2 cores at a load of 13. One thread also gives the
+same bits on every number of cores.
 """
 
 from __future__ import annotations
