@@ -39,17 +39,20 @@ class SystemClock:
 
 
 class SimulatedClock:
-    """Whoever sleeps or waits moves it: nothing takes real time."""
+    """Whoever sleeps or waits moves it: nothing takes real time.
+
+    `now` is the monotonic time, and `epoch` the wall time when it was 0. Both may be set.
+    """
 
     def __init__(self, now: float = 0.0, epoch: float = 1_700_000_000.0) -> None:
         self.now = now
-        self._epoch = epoch
+        self.epoch = epoch
 
     def monotonic(self) -> float:
         return self.now
 
     def time(self) -> float:
-        return self._epoch + self.now
+        return self.epoch + self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += max(0.0, seconds)

@@ -19,7 +19,7 @@ import torch
 from blocktrain.audit import recompute
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, open_folder
-from blocktrain.coordinator.merge import Before, MergeOptions, Update, merge
+from blocktrain.coordinator.merge import MergeContext, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.data import Source as CorpusSource
@@ -65,7 +65,7 @@ def runs(
 
 @pytest.fixture
 def folder(runs: dict[str, WatchedCoordinator]) -> Path:
-    return runs["nesterov"].live.store.blobs.folder
+    return Path(runs["nesterov"].run.store.address)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
     run = runs[outer]
     seen: list[tuple[str, int, int]] = []
     found = audit(
-        open_folder(run.live.store.blobs.folder), progress=lambda *step: seen.append(step)
+        open_folder(Path(run.run.store.address)), progress=lambda *step: seen.append(step)
     )
     assert found.findings == () and found.ok
     assert (found.updates, found.versions, found.pending, found.dropped, found.retrained) == (
@@ -93,7 +93,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
     )
     assert seen[-1] == ("entries", found.entries, found.entries)
     assert (
-        found.contributions == run.live.store.contributions()
+        found.contributions == run.run.store.contributions()
         and sum(n for n, _ in found.contributions.values()) == 8
     )
     through = audit(RemoteSource(LocalClient(run), tmp_path))
@@ -107,7 +107,7 @@ def test_honest_run_trains_again_to_the_same_bytes(
     runs: dict[str, WatchedCoordinator], outer: str
 ) -> None:
     torch.set_num_threads(2)
-    found = audit(open_folder(runs[outer].live.store.blobs.folder), retrain=True)
+    found = audit(open_folder(Path(runs[outer].run.store.address)), retrain=True)
     assert found.findings == () and found.retrained == found.updates == 9
     assert torch.get_num_threads() == 2
 
@@ -373,7 +373,8 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
         Update("4", drawn(1e-3), 20, 1.0),
     ]
     merged = merge(
-        Before(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)), updates
+        MergeContext(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)),
+        updates,
     )
     assert (
         merged.state is not None
@@ -511,7 +512,7 @@ def test_a_coordinator_that_signs_one_ledger_and_shows_another_is_found(
     class TwoFaced(LocalClient):
         def manifest(self) -> Manifest:
             honest = super().manifest()
-            return runs["average"].live.identity.sign(honest.model_copy(update={"head": "0" * 64}))
+            return runs["average"].run.identity.sign(honest.model_copy(update={"head": "0" * 64}))
 
         def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
             yield from (piece + b"more" for piece in super().blob(name, start, worker))

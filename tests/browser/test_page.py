@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blocktrain.clock import SimulatedClock
 from blocktrain.protocol.messages import Kick, Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
@@ -18,7 +19,7 @@ from blocktrain.watch.stream import find_log, replay_app
 from blocktrain.web.client import HttpClient
 from blocktrain.web.server import AppServer, Where
 from support.browser import CHROMIUM, Visit, a_log, as_lines, browsing, visiting
-from support.fake_worker import OPERATOR, TOKEN, Clock, FakeWorker, as_task, begin
+from support.fake_worker import OPERATOR, TOKEN, FakeWorker, as_task, begin
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -32,7 +33,7 @@ class Site:
     """A coordinator with its page, at an address."""
 
     coordinator: WatchedCoordinator
-    clock: Clock
+    clock: SimulatedClock
     url: str
     clients: list[HttpClient] = field(default_factory=list)
 
@@ -48,7 +49,7 @@ class Site:
         return FakeWorker(self.client(), seed)
 
     def score(self, **scores: float) -> None:
-        live = self.coordinator.live
+        live = self.coordinator.run
         named = {name.replace("_", "-"): value for name, value in scores.items()}
         with live.lock:
             versions = {str(n): block.version for n, block in live.state.blocks.items()}
@@ -58,15 +59,15 @@ class Site:
                 versions=versions,
                 valid_bytes=4096,
                 seconds=0.1,
-                bytes_in=live.moved[0],
-                bytes_out=live.moved[1],
+                bytes_in=live.traffic.total[0],
+                bytes_out=live.traffic.total[1],
             )
 
 
 @contextmanager
 def serving(folder: Path, port: int = 0, **policy: Any) -> Iterator[Site]:
     """A run in a folder, new or continued, with a clock that moves when a test says so."""
-    clock = Clock()
+    clock = SimulatedClock(1000.0)
     new = not (folder / "run.sqlite").exists()
     coordinator = begin(folder, clock, **policy) if new else open_coordinator(folder, clock)
     try:

@@ -8,17 +8,17 @@ import pytest
 
 from blocktrain.coordinator.assignment import assign, choose_block, fusion_open, size_task
 from blocktrain.coordinator.state import (
-    Arrived,
     BlockState,
     Grant,
     Lease,
     Options,
+    Postpone,
     RoundState,
     RunState,
     Stop,
-    Wait,
+    WaitingUpdate,
     WorkerState,
-    granted,
+    apply_grant,
     with_lease,
     with_worker,
 )
@@ -204,14 +204,14 @@ def test_costlier_block_gets_fewer_steps() -> None:
 
 def asks(
     state: RunState, worker: WorkerState, options: Options = DEFAULT, now: float = 0.0
-) -> Grant | Wait | Stop:
+) -> Grant | Postpone | Stop:
     return assign(now, with_worker(state, worker), options, worker.id)
 
 
 def test_no_work_that_cannot_be_finished() -> None:
     late = RunState(blocks={1: BlockState(round=RoundState(deadline=1.0, length=60.0))})
     wait = asks(late, WorkerState("a", 1, 0.0, 2.0))
-    assert isinstance(wait, Wait) and "next round" in wait.reason and wait.seconds <= 1.0
+    assert isinstance(wait, Postpone) and "next round" in wait.reason and wait.seconds <= 1.0
 
 
 TOGETHER_TABLE = [
@@ -238,7 +238,7 @@ def test_tasks_of_a_round_end_together(
         1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=left
     )
     current = RoundState(
-        deadline=100.0, length=100.0, updates=(Arrived("u", "a", 10, 10),) if answered else ()
+        deadline=100.0, length=100.0, updates=(WaitingUpdate("u", "a", 10, 10),) if answered else ()
     )
     state = RunState(
         blocks={1: BlockState(round=current)},
@@ -249,7 +249,7 @@ def test_tasks_of_a_round_end_together(
     found = asks(state, WorkerState("a", 1, 0.0, 0.5), options)
     if steps is None:
         assert (
-            isinstance(found, Wait)
+            isinstance(found, Postpone)
             and found.seconds == pytest.approx(min(left, options.poll))
             and "worth waiting" in found.reason
         )
@@ -286,17 +286,17 @@ def test_slow_worker_gets_work_it_can_finish() -> None:
         and shared.lease.expires > 80.0
     )
     hopeless = asks(idle, WorkerState("a", 1, 0.0, 8000.0))
-    assert isinstance(hopeless, Wait) and "faster than this worker" in hopeless.reason
+    assert isinstance(hopeless, Postpone) and "faster than this worker" in hopeless.reason
 
 
 def test_a_lost_task_is_resumed_and_a_trained_one_is_not() -> None:
     state = RunState(blocks={1: BlockState()}, workers=workers(1))
     first = assign(0.0, state, DEFAULT, "w0")
     assert isinstance(first, Grant)
-    state = granted(state, first)
+    state = apply_grant(state, first)
     again = assign(1.0, state, DEFAULT, "w0")
     assert isinstance(again, Grant) and again.resumed and again.lease == first.lease
-    assert granted(state, again) == state
+    assert apply_grant(state, again) == state
     state = with_lease(state, replace(first.lease, trained=True))
     second = assign(1.0, state, DEFAULT, "w0")
     assert isinstance(second, Grant) and (
@@ -304,10 +304,10 @@ def test_a_lost_task_is_resumed_and_a_trained_one_is_not() -> None:
         second.lease.number,
         second.lease.base,
     ) == (2, 1, 0)
-    state = granted(state, second)
+    state = apply_grant(state, second)
     state = with_lease(state, replace(second.lease, trained=True))
     wait = assign(2.0, state, DEFAULT, "w0")
-    assert isinstance(wait, Wait) and "upload first" in wait.reason
+    assert isinstance(wait, Postpone) and "upload first" in wait.reason
 
 
 def test_exact_waits_for_its_own_version() -> None:
@@ -315,8 +315,8 @@ def test_exact_waits_for_its_own_version() -> None:
     state = RunState(blocks={1: BlockState()}, workers=workers(1))
     first = assign(0.0, state, options, "w0")
     assert isinstance(first, Grant)
-    state = with_lease(granted(state, first), replace(first.lease, trained=True))
-    assert isinstance(assign(1.0, state, options, "w0"), Wait)
+    state = with_lease(apply_grant(state, first), replace(first.lease, trained=True))
+    assert isinstance(assign(1.0, state, options, "w0"), Postpone)
 
 
 def test_exact_takes_over_the_task_of_a_dead_worker_and_never_adds_one() -> None:
@@ -324,8 +324,8 @@ def test_exact_takes_over_the_task_of_a_dead_worker_and_never_adds_one() -> None
     state = RunState(blocks={1: BlockState()}, workers=workers(1, None))
     first = assign(0.0, state, options, "w0")
     assert isinstance(first, Grant)
-    state = granted(state, first)
-    assert isinstance(assign(1.0, state, options, "w1"), Wait)
+    state = apply_grant(state, first)
+    assert isinstance(assign(1.0, state, options, "w1"), Postpone)
     state = with_worker(state, replace(state.workers["w1"], seen=100.0))
     second = assign(100.0, state, options, "w1")
     assert isinstance(second, Grant) and (

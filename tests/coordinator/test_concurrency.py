@@ -16,14 +16,14 @@ from blocktrain.coordinator.closing import merge_round
 from blocktrain.errors import StorageFailed
 from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.store.blobs import Blobs
+from blocktrain.store.blobs import FolderBlobs
 from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.waiting import until
 
 SOON = 20.0
-MERGE = "blocktrain.coordinator.run.merge_round"
+MERGE = "blocktrain.coordinator.closing.merge_round"
 
 
 class Gate:
@@ -68,7 +68,7 @@ def test_the_same_update_many_times_at_once_counts_once(tmp_path: Path) -> None:
             replies = list(pool.map(coordinator.submit, said))
             assert len({reply.receipt.signature for reply in replies}) == 1
         assert kinds(coordinator, "update") == 4
-        assert not coordinator.live.arriving
+        assert not coordinator.intake.arriving
 
 
 def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(
@@ -80,21 +80,21 @@ def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(
         payload = one.payload(first)
         one.upload(first, payload)
         two.upload(second, payload)
-        gate, read = Gate(), Blobs.read
+        gate, read = Gate(), FolderBlobs.read
 
-        def slowly(blobs: Blobs, name: str) -> bytes:
+        def slowly(blobs: FolderBlobs, name: str) -> bytes:
             if threading.current_thread().name.startswith("ThreadPool"):
                 gate.pass_through()
             return read(blobs, name)
 
-        monkeypatch.setattr(Blobs, "read", slowly)
+        monkeypatch.setattr(FolderBlobs, "read", slowly)
         waiting = pool.submit(coordinator.submit, one.submission(first, payload))
         assert gate.reached.wait(SOON)
         with pytest.raises(Refused):
             coordinator.submit(two.submission(second, payload, payload_length=len(payload) - 1))
         gate.open.set()
         assert waiting.result(SOON).receipt.accepted
-        assert coordinator.live.store.blobs.has(waiting.result().receipt.payload_sha256)
+        assert coordinator.run.store.blobs.has(waiting.result().receipt.payload_sha256)
 
 
 def test_a_merge_holds_up_only_the_updates_of_its_own_block(
@@ -151,7 +151,7 @@ def test_whoever_made_a_version_continues_from_it_also_if_another_merged_it(
         task = worker.joined()
         payload = worker.payload(task)
         worker.upload(task, payload)
-        tick, ticking = coordinator.live.tick, threading.Event()
+        tick, ticking = coordinator.tick, threading.Event()
 
         def after_another() -> None:
             if threading.current_thread().name.startswith("ThreadPool") and not ticking.is_set():
@@ -160,7 +160,7 @@ def test_whoever_made_a_version_continues_from_it_also_if_another_merged_it(
                 assert gate.reached.wait(SOON)
             tick()
 
-        monkeypatch.setattr(coordinator.live, "tick", after_another)
+        monkeypatch.setattr(coordinator, "tick", after_another)
         reply = pool.submit(coordinator.submit, worker.submission(task, payload))
         with pytest.raises(Late):
             reply.result(0.2)
@@ -180,7 +180,7 @@ def test_a_coordinator_that_is_closed_lets_a_merge_end(
         sending = pool.submit(worker.send, worker.joined())
         assert gate.reached.wait(SOON)
         closing = pool.submit(coordinator.close)
-        until(lambda: not coordinator.live.ready, "the beginning of the end")
+        until(lambda: not coordinator.run.ready, "the beginning of the end")
         with pytest.raises(Late):
             closing.result(0.2)
         gate.open.set()
@@ -207,7 +207,7 @@ def test_a_merge_that_fails_lets_everyone_go(
             worker.send(task)
         monkeypatch.undo()
         coordinator.tick()  # as after a new start
-        assert coordinator.live.newest(task.block).version == 1
+        assert coordinator.run.newest(task.block).version == 1
         with pytest.raises(Refused) as refused:
             worker.send(task, b"something else")
         assert refused.value.code in (Code.TASK_ANSWERED, Code.UNKNOWN_TASK)
@@ -217,7 +217,7 @@ def test_where_rounds_are_closed_beside_nobody_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with beginning(tmp_path, replicas=1) as coordinator, slow_merge(monkeypatch) as gate:
-        coordinator.live.close_beside()
+        coordinator.close_in_background()
         worker = FakeWorker(LocalClient(coordinator))
         task = worker.joined()
         reply = worker.send(task)  # would not come back if it waited for the merge
@@ -238,7 +238,7 @@ def test_a_failure_beside_is_told_to_the_next_who_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with beginning(tmp_path, replicas=1) as coordinator:
-        coordinator.live.close_beside()
+        coordinator.close_in_background()
         worker = FakeWorker(LocalClient(coordinator))
         task = worker.joined()
 

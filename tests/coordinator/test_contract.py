@@ -57,7 +57,7 @@ def test_joining_gives_the_run_and_the_first_task(world: World) -> None:
     assert (reply.protocol, reply.worker, reply.coordinator) == (
         m.PROTOCOL,
         worker.id,
-        coordinator.live.identity.public_key,
+        coordinator.run.identity.public_key,
     )
     assert reply.config == CONFIG.model_dump() and reply.fingerprint == CONFIG.fingerprint
     task = as_task(reply.next)
@@ -141,7 +141,7 @@ def test_a_chunk_sent_twice_is_one_chunk(world: World) -> None:
             task.task, index, task.ticket, chunks[index], sha256(chunks[index])
         )
     assert state.have == (0, 2) == client.upload_state(task.task, task.ticket).have
-    assert coordinator.live.store.blobs.chunks(task.task, task.fence) == {
+    assert coordinator.run.store.blobs.chunks(task.task, task.fence) == {
         i: sha256(chunks[i]) for i in (0, 2)
     }
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from blocktrain.coordinator.merge import (
-    Before,
     Candidate,
-    Merged,
+    MergeContext,
     MergeOptions,
-    Refusal,
+    MergeResult,
+    RejectedUpdate,
     State,
     Steps,
     Update,
@@ -52,12 +52,12 @@ def bits(values: State | None) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     )
 
 
-def everything(merged: Merged) -> object:
+def everything(merged: MergeResult) -> object:
     return (
         bits(merged.state),
         bits(merged.momentum),
         [(c.update.id, c.share, c.norm, c.scale) for c in merged.used],
-        merged.refused,
+        merged.rejected,
         merged.norms,
     )
 
@@ -66,7 +66,7 @@ def everything(merged: Merged) -> object:
 def test_one_replica_is_bit_identical_to_the_worker(
     current: dict[str, Any], new: dict[str, Any]
 ) -> None:
-    merged = merge(Before(current, FREE), [Update("u", new, tokens=7, absolute=True)])
+    merged = merge(MergeContext(current, FREE), [Update("u", new, tokens=7, absolute=True)])
     assert bits(merged.state) == bits(new)
 
 
@@ -77,7 +77,7 @@ def test_why_weights_are_shipped_and_not_deltas() -> None:
     current = {"x": np.array([1.0, 0.0], np.float32)}
     proposed = {"x": np.array([1e-30, -0.0], np.float32)}
     assert bits(
-        merge(Before(current, FREE), [Update("u", proposed, 1, absolute=True)]).state
+        merge(MergeContext(current, FREE), [Update("u", proposed, 1, absolute=True)]).state
     ) == bits(proposed)
 
 
@@ -97,7 +97,7 @@ def test_order_of_arrival_changes_nothing(count: int, seed: int, options: MergeO
         Update("absolute", state(seed + 50), 5, absolute=True),
         Update("late", state(1), 5, 0.49, absolute=True, base=state(2)),
     ]
-    before = Before(state(seed + 99), options, state(seed + 98), norms=(1.0,) * 6)
+    before = MergeContext(state(seed + 99), options, state(seed + 98), norms=(1.0,) * 6)
     first = everything(merge(before, updates))
     for _ in range(3):
         draw.shuffle(updates)
@@ -111,7 +111,7 @@ def test_names_and_layout_change_nothing() -> None:
     }
     new = {name: a * np.float32(1.5) for name, a in current.items()}
     turned: dict[str, Any] = {"b": new["b"], "m": np.asfortranarray(new["m"])}
-    before = Before(current, MergeOptions(), norms=(0.1,) * 6)
+    before = MergeContext(current, MergeOptions(), norms=(0.1,) * 6)
     one, two = (merge(before, [Update("u", values, 1, absolute=True)]) for values in (new, turned))
     assert everything(one) == everything(two)
 
@@ -130,7 +130,7 @@ def test_mean_is_weighted_by_tokens_and_staleness(
     updates = [
         Update(f"{i}", values, tokens, weight) for i, (values, tokens, weight) in enumerate(sent)
     ]
-    merged = merge(Before(current, FREE), updates)
+    merged = merge(MergeContext(current, FREE), updates)
     assert merged.state is not None
     total = sum(t * w for _, t, w in sent)
     for name, array in current.items():
@@ -144,7 +144,7 @@ def test_mean_is_weighted_by_tokens_and_staleness(
 def test_late_absolute_weights_count_as_what_they_changed() -> None:
     base, current = {"x": np.array([1.0], np.float32)}, {"x": np.array([5.0], np.float32)}
     merged = merge(
-        Before(current, FREE),
+        MergeContext(current, FREE),
         [Update("u", {"x": np.array([1.5], np.float32)}, 1, absolute=True, base=base)],
     )
     assert merged.state is not None and merged.state["x"] == 5.5
@@ -152,7 +152,7 @@ def test_late_absolute_weights_count_as_what_they_changed() -> None:
 
 @given(st.floats(1.0, 1e6), st.integers(0, 1000))
 def test_long_update_is_clipped_and_keeps_its_weight(scale: float, seed: int) -> None:
-    before = Before(state(1), MergeOptions(clip=2.0), norms=(1.0,) * 5)
+    before = MergeContext(state(1), MergeOptions(clip=2.0), norms=(1.0,) * 5)
     merged = merge(
         before, [Update("bad", state(seed, scale), 1), Update("good", state(seed + 1, 1e-3), 1)]
     )
@@ -168,17 +168,20 @@ def test_long_update_is_clipped_and_keeps_its_weight(scale: float, seed: int) ->
 
 
 def test_long_updates_do_not_lift_the_median() -> None:
-    before = Before(state(1), MergeOptions(clip=3.0), norms=(1.0,) * 32)
+    before = MergeContext(state(1), MergeOptions(clip=3.0), norms=(1.0,) * 32)
     norms: tuple[float, ...] = (1.0,) * 32
     for i in range(10):
         norms = merge(
-            Before(before.current, before.options, norms=norms), [Update(f"{i}", state(i, 1e4), 1)]
+            MergeContext(before.current, before.options, norms=norms),
+            [Update(f"{i}", state(i, 1e4), 1)],
         ).norms
     assert max(norms) <= 3.0 * (1 + 1e-12) and len(norms) == 32
 
 
 def test_nothing_is_clipped_before_enough_is_known() -> None:
-    merged = merge(Before(state(1), MergeOptions(), norms=(1e-9,) * 4), [Update("u", state(2), 1)])
+    merged = merge(
+        MergeContext(state(1), MergeOptions(), norms=(1e-9,) * 4), [Update("u", state(2), 1)]
+    )
     assert merged.used[0].scale == 1.0
 
 
@@ -198,10 +201,12 @@ def test_bad_update_is_left_out_and_the_others_count(
     name: str, values: dict[str, Any], code: str
 ) -> None:
     good = Update("good", state(2), 3)
-    merged = merge(Before(state(1)), [Update("bad", values, 3), good])
-    assert [(r.id, r.code) for r in merged.refused] == [("bad", code)] and merged.refused[0].reason
-    assert bits(merged.state) == bits(merge(Before(state(1)), [good]).state)
-    alone = merge(Before(state(1)), [Update("bad", values, 3)])
+    merged = merge(MergeContext(state(1)), [Update("bad", values, 3), good])
+    assert [(r.id, r.code) for r in merged.rejected] == [("bad", code)] and merged.rejected[
+        0
+    ].reason
+    assert bits(merged.state) == bits(merge(MergeContext(state(1)), [good]).state)
+    alone = merge(MergeContext(state(1)), [Update("bad", values, 3)])
     assert alone.state is None and "no update is left" in alone.reason
 
 
@@ -212,9 +217,9 @@ def test_weights_must_count_for_something() -> None:
         Update("c", state(1), 1, 1.5),
         Update("d", state(1), 1, float("nan")),
     ]
-    assert [r.code for r in merge(Before(state(1)), sent).refused] == ["wrong_weight"] * 4
+    assert [r.code for r in merge(MergeContext(state(1)), sent).rejected] == ["wrong_weight"] * 4
     with pytest.raises(ValueError, match="twice"):
-        merge(Before(state(1)), [Update("a", state(1), 1), Update("a", state(2), 1)])
+        merge(MergeContext(state(1)), [Update("a", state(1), 1), Update("a", state(2), 1)])
 
 
 def test_nesterov_is_torch_sgd_on_the_averaged_delta() -> None:
@@ -225,7 +230,7 @@ def test_nesterov_is_torch_sgd_on_the_averaged_delta() -> None:
     momentum: dict[str, Any] | None = None
     for i in range(5):
         delta = np.asarray(np.random.default_rng(i).standard_normal(3), np.float32)
-        merged = merge(Before(weights, NESTEROV, momentum), [Update("u", {"x": delta}, 1)])
+        merged = merge(MergeContext(weights, NESTEROV, momentum), [Update("u", {"x": delta}, 1)])
         assert merged.state is not None
         weights, momentum = merged.state, merged.momentum
         parameter.grad = -torch.tensor(delta)
@@ -240,7 +245,7 @@ def test_nesterov_is_torch_sgd_on_the_averaged_delta() -> None:
 def test_tables_of_integers_are_kept() -> None:
     current: dict[str, Any] = {"n": np.array([3], np.int64), "x": np.zeros(1, np.float32)}
     merged = merge(
-        Before(current, FREE),
+        MergeContext(current, FREE),
         [
             Update(
                 "u", {"n": np.array([9], np.int64), "x": np.ones(1, np.float32)}, 1, absolute=True
@@ -253,15 +258,15 @@ def test_tables_of_integers_are_kept() -> None:
 def test_later_checks_means_and_guards_have_their_place() -> None:
     seen: list[str] = []
 
-    def canary(before: Before, candidate: Candidate) -> Candidate | Refusal:
+    def canary(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
         seen.append(candidate.update.id)
         return (
-            Refusal(candidate.update.id, "no_gain", "worse on the canary")
+            RejectedUpdate(candidate.update.id, "no_gain", "worse on the canary")
             if candidate.update.id == "b"
             else candidate
         )
 
-    def largest(before: Before, candidates: Any, name: str) -> Any:
+    def largest(before: MergeContext, candidates: Any, name: str) -> Any:
         return np.max(
             [
                 np.asarray(before.current[name], np.float64) + c.update.values[name]
@@ -270,18 +275,20 @@ def test_later_checks_means_and_guards_have_their_place() -> None:
             axis=0,
         )
 
-    def worse(before: Before, new: State, used: Any) -> str | None:
+    def worse(before: MergeContext, new: State, used: Any) -> str | None:
         return "worse than its parent"
 
     plain = Steps()
     updates = [Update(i, state(ord(i)), 1) for i in "cab"]
-    merged = merge(Before(state(1)), updates, Steps((*plain.checks, canary), largest, plain.guards))
+    merged = merge(
+        MergeContext(state(1)), updates, Steps((*plain.checks, canary), largest, plain.guards)
+    )
     assert (
         seen == ["a", "b", "c"]
-        and [r.code for r in merged.refused] == ["no_gain"]
+        and [r.code for r in merged.rejected] == ["no_gain"]
         and merged.state is not None
     )
-    guarded = merge(Before(state(1)), updates, Steps(guards=(*plain.guards, worse)))
+    guarded = merge(MergeContext(state(1)), updates, Steps(guards=(*plain.guards, worse)))
     assert (
         guarded.state is None
         and "worse than its parent" in guarded.reason
@@ -291,5 +298,7 @@ def test_later_checks_means_and_guards_have_their_place() -> None:
 
 def test_overflow_is_not_published() -> None:
     current = {"x": np.array([3e38], np.float32)}
-    merged = merge(Before(current, FREE), [Update("u", {"x": np.array([3e38], np.float32)}, 1)])
+    merged = merge(
+        MergeContext(current, FREE), [Update("u", {"x": np.array([3e38], np.float32)}, 1)]
+    )
     assert merged.state is None and "would not be finite" in merged.reason

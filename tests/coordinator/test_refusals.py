@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from backports import zstd
 
+from blocktrain.clock import SimulatedClock
 from blocktrain.errors import Conflict, Damaged, RunError, Unreachable
 from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import RULES, Code
 from blocktrain.protocol.transfer import sha256, split
-from blocktrain.store.blobs import Blobs
+from blocktrain.store.blobs import FolderBlobs
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.web import guard
 from blocktrain.web import server as web
@@ -32,7 +33,6 @@ from blocktrain.web.client import HttpClient, LocalClient, fetch
 from support.fake_worker import (
     OPERATOR,
     TOKEN,
-    Clock,
     FakeWorker,
     as_task,
     beginning,
@@ -47,7 +47,7 @@ class Place:
     """A coordinator behind HTTP whose clock stands still, with rounds that nobody closes."""
 
     coordinator: WatchedCoordinator
-    clock: Clock
+    clock: SimulatedClock
     url: str
     http: httpx2.Client
     client: HttpClient
@@ -86,7 +86,7 @@ class Place:
 
 @contextmanager
 def opened(folder: Path, **policy: Any) -> Iterator[Place]:
-    clock = Clock()
+    clock = SimulatedClock(1000.0)
     listen = Listen(token=TOKEN, operator_token=OPERATOR)
     with (
         beginning(folder, clock=clock, **policy) as coordinator,
@@ -315,15 +315,15 @@ def test_messages_that_cannot_be_read(place: Place) -> None:
 def test_a_speed_that_nobody_has_gives_no_lease_without_an_end(
     tmp_path: Path, speed: float
 ) -> None:
-    with beginning(tmp_path, clock=Clock()) as coordinator:
+    with beginning(tmp_path, clock=SimulatedClock(1000.0)) as coordinator:
         client = LocalClient(coordinator)
         for worker in (FakeWorker(client, 1), FakeWorker(client, 2), FakeWorker(client, 3)):
             worker.join(speed=speed)
             worker.ask(speed=speed)
             assert client.status().state == "running"
-        assert coordinator.live.state.leases, "somebody works"
+        assert coordinator.run.state.leases, "somebody works"
         assert (
-            max(lease.expires for lease in coordinator.live.state.leases.values())
+            max(lease.expires for lease in coordinator.run.state.leases.values())
             < 1000 + 10 * 86400
         )
 
@@ -730,7 +730,7 @@ def test_refusals_are_counted(place: Place) -> None:
 
 def test_chunks_that_come_twice_at_once_harm_nobody(tmp_path: Path) -> None:
     """A worker that sends a chunk again while the first is still on its way, submits meanwhile, or means harm."""
-    blobs = Blobs(tmp_path)
+    blobs = FolderBlobs(tmp_path)
     stop, errors = threading.Event(), list[BaseException]()
 
     def again(action: Callable[[], object]) -> None:
@@ -802,7 +802,10 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         people = [FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3)]
         task, _, theirs = (worker.joined() for worker in people)
         assert task.block == theirs.block
-        stored = coordinator.live.store.blobs.path
+
+        def stored(name: str) -> Path:
+            return tmp_path / "run" / "blobs" / name[:2] / name[2:4] / name
+
         flip(stored(task.weights.sha256))
         listening = running(coordinator, Listen())
         with (
@@ -818,8 +821,8 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
         flip(stored(sha256(payload)))
         with pytest.raises(Damaged, match="damaged on disk"):
             people[2].send(theirs)
-        found = coordinator.live.store.version(task.block)
+        found = coordinator.run.store.version(task.block)
         assert found is not None and found.version == 0, "no version was made of it"
         flip(stored(sha256(payload)))
         coordinator.tick()
-        assert coordinator.live.newest(task.block).version == 1
+        assert coordinator.run.newest(task.block).version == 1

@@ -9,20 +9,19 @@ import pytest
 
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.rounds import (
-    Submission,
-    admit,
-    advanced,
+    Claim,
+    advance_block,
     deadline_after,
     decide,
     decide_round,
-    finished,
+    end_reason,
+    judge,
     staleness_weight,
 )
 from blocktrain.coordinator.state import (
-    Arrived,
     BlockState,
-    Close,
     CloseEmpty,
+    CloseRound,
     Expire,
     Extend,
     Finish,
@@ -33,11 +32,12 @@ from blocktrain.coordinator.state import (
     RoundState,
     RunState,
     Stop,
+    WaitingUpdate,
     WorkerState,
+    add_update,
     apply,
-    arrived,
-    granted,
-    published,
+    apply_grant,
+    apply_version,
     remaining,
     until,
     with_lease,
@@ -65,8 +65,8 @@ def lease(task: int = 1, worker: str = "a", **changes: object) -> Lease:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def came(*workers: str) -> tuple[Arrived, ...]:
-    return tuple(Arrived(f"u{i}{w}", w, tokens=100, steps=10) for i, w in enumerate(workers))
+def came(*workers: str) -> tuple[WaitingUpdate, ...]:
+    return tuple(WaitingUpdate(f"u{i}{w}", w, tokens=100, steps=10) for i, w in enumerate(workers))
 
 
 def one_block(
@@ -87,7 +87,15 @@ ROUND_TABLE = [
     # name, options, round, leases, now -> kind of action, words of the reason
     ("idle", DEFAULT, RoundState(), [], 50, None, "waits for its first worker"),
     ("running", DEFAULT, CLOCK, [lease()], 50, None, "0 of 1 replicas and 50.0 s"),
-    ("all seen", DEFAULT, replace(CLOCK, updates=came("a", "b")), [], 50, Close, "all 2 replicas"),
+    (
+        "all seen",
+        DEFAULT,
+        replace(CLOCK, updates=came("a", "b")),
+        [],
+        50,
+        CloseRound,
+        "all 2 replicas",
+    ),
     (
         "one still works",
         DEFAULT,
@@ -112,7 +120,7 @@ ROUND_TABLE = [
         replace(CLOCK, updates=came("a")),
         [lease(2, "b")],
         50,
-        Close,
+        CloseRound,
         "all 1 replicas",
     ),
     (
@@ -130,7 +138,7 @@ ROUND_TABLE = [
         replace(CLOCK, updates=came("a")),
         [],
         100,
-        Close,
+        CloseRound,
         "at its deadline with 1",
     ),
     (
@@ -157,7 +165,7 @@ ROUND_TABLE = [
         replace(CLOCK, updates=came("a")),
         [lease(2, "b", done_steps=2)],
         100,
-        Close,
+        CloseRound,
         "nobody else is nearly",
     ),
     (
@@ -184,7 +192,7 @@ ROUND_TABLE = [
         replace(CLOCK, updates=came("a"), grace_until=106.0),
         [lease(2, "b", trained=True)],
         106,
-        Close,
+        CloseRound,
         "grace window is over",
     ),
     (
@@ -193,7 +201,7 @@ ROUND_TABLE = [
         replace(CLOCK, updates=came("a")),
         [lease(2, "b", trained=True)],
         100,
-        Close,
+        CloseRound,
         "grace window is over",
     ),
     (
@@ -220,7 +228,7 @@ ROUND_TABLE = [
         replace(CLOCK, deadline=160.0, extended=True, updates=came("a")),
         [],
         120,
-        Close,
+        CloseRound,
         "1 replicas",
     ),
     (
@@ -247,7 +255,7 @@ ROUND_TABLE = [
         replace(RoundState(), updates=came("a")),
         [],
         50,
-        Close,
+        CloseRound,
         "nobody is working",
     ),
 ]
@@ -270,14 +278,14 @@ def test_round_closes_when_it_should(
     action, reason = decide_round(now, one_block(current, *leases), options, 1)
     assert (type(action) if action else None) is kind, reason
     assert words in reason
-    if isinstance(action, Close):
+    if isinstance(action, CloseRound):
         assert action.updates == tuple(sorted(u.id for u in current.updates))
 
 
 def test_a_dead_worker_is_not_waited_for() -> None:
     state = one_block(replace(CLOCK, updates=came("a")), lease(2, "b"))
     state = with_worker(state, replace(state.workers["b"], seen=0.0))
-    assert decide_round(61.0, state, DEFAULT, 1)[0] == Close(
+    assert decide_round(61.0, state, DEFAULT, 1)[0] == CloseRound(
         1, 0, ("u0a",), "round 0 of block 1 closes: all 1 replicas are here"
     )
 
@@ -285,9 +293,9 @@ def test_a_dead_worker_is_not_waited_for() -> None:
 def test_the_first_timed_task_ends_the_guess_of_the_first_deadline() -> None:
     state = one_block(CLOCK, lease(1, "a"), lease(2, "b", expected=100.0))
     assert deadline_after(10.0, state.blocks[1], DEFAULT, 4.0) == 22.0
-    state = arrived(state, 1, came("a")[0], 22.0, 4.0)
+    state = add_update(state, 1, came("a")[0], 22.0, 4.0)
     assert decide_round(21.0, state, DEFAULT, 1)[0] is None
-    assert isinstance(decide_round(22.0, state, DEFAULT, 1)[0], Close), (
+    assert isinstance(decide_round(22.0, state, DEFAULT, 1)[0], CloseRound), (
         "the slow one is not waited for, and will be late"
     )
     timed = replace(state.blocks[1], task_seconds=(4.0, 4.0))
@@ -344,7 +352,7 @@ def test_leases_expire_and_are_given_again_with_a_higher_fence() -> None:
         "b",
     )
     assert "again, after the lease of a" in again.reason
-    assert granted(state, again).blocks[1].next_number == 1
+    assert apply_grant(state, again).blocks[1].next_number == 1
 
 
 def test_an_old_expiry_does_not_hit_the_new_lease() -> None:
@@ -362,8 +370,8 @@ def test_expired_but_uploading_task_is_left_to_its_living_worker() -> None:
     assert isinstance(taken, Grant) and taken.lease.task == 1
 
 
-def submission(**changes: object) -> Submission:
-    return replace(Submission("a", task=1, fence=1, block=1, base=0, steps=10), **changes)  # type: ignore[arg-type]
+def submission(**changes: object) -> Claim:
+    return replace(Claim("a", task=1, fence=1, block=1, base=0, steps=10), **changes)  # type: ignore[arg-type]
 
 
 ADMIT_TABLE = [
@@ -411,11 +419,11 @@ def test_admission(
     name: str,
     version: int,
     out: Lease,
-    sent: Submission,
+    sent: Claim,
     now: float,
     expected: tuple[bool, str, int, float],
 ) -> None:
-    verdict = admit(now, one_block(CLOCK, out, version=version), DEFAULT, sent)
+    verdict = judge(now, one_block(CLOCK, out, version=version), DEFAULT, sent)
     assert (verdict.accepted, verdict.code, verdict.staleness, verdict.weight) == expected, (
         verdict.reason
     )
@@ -424,13 +432,13 @@ def test_admission(
 
 def test_admission_after_budget_kick_and_with_fixed_steps() -> None:
     state = one_block(CLOCK, lease(), version=3)
-    assert admit(1.0, state, Options(budget_rounds=3), submission()).code == "block_finished"
+    assert judge(1.0, state, Options(budget_rounds=3), submission()).code == "block_finished"
     assert (
-        admit(1.0, with_worker(state, WorkerState("a", kicked=True)), DEFAULT, submission()).code
+        judge(1.0, with_worker(state, WorkerState("a", kicked=True)), DEFAULT, submission()).code
         == "kicked"
     )
     assert (
-        admit(1.0, one_block(CLOCK, lease()), Options.exact(10, 100), submission(steps=9)).code
+        judge(1.0, one_block(CLOCK, lease()), Options.exact(10, 100), submission(steps=9)).code
         == "wrong_steps"
     )
 
@@ -466,11 +474,11 @@ def test_nobody_works_after_the_end() -> None:
 def test_tokens_are_shared_by_the_blocks() -> None:
     options = Options(budget_tokens=200)
     assert (
-        finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=99)}), options)
+        end_reason(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=99)}), options)
         is None
     )
     assert (
-        finished(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=100)}), options)
+        end_reason(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=100)}), options)
         is not None
     )
 
@@ -480,18 +488,23 @@ def test_coordinated_stop_waits_for_tasks_merges_and_ends() -> None:
     assert decide(50.0, state, Options(target_replicas=2))[0] == ()
     state = replace(state, leases={})
     (action,), reason = decide(50.0, state, Options(target_replicas=2))
-    assert isinstance(action, Close) and "the run stops" in reason
-    state = published(state, 1, advanced(state.blocks[1], frozenset(action.updates), 2.0), 4)
+    assert isinstance(action, CloseRound) and "the run stops" in reason
+    block = advance_block(state.blocks[1], frozenset(action.updates), 2.0, Options())
+    state = apply_version(state, 1, block, 4)
     (end,), _ = decide(50.0, state, Options(target_replicas=2))
     assert isinstance(end, Finish) and "no task is out" in end.reason
 
 
 def test_advance_and_forget() -> None:
-    updates = (Arrived("x", "a", 300, 30), Arrived("y", "b", 100, 10), Arrived("z", "c", 999, 99))
+    updates = (
+        WaitingUpdate("x", "a", 300, 30),
+        WaitingUpdate("y", "b", 100, 10),
+        WaitingUpdate("z", "c", 999, 99),
+    )
     block = BlockState(
         version=6, steps=5, tokens=7, round=RoundState(deadline=1.0, updates=updates)
     )
-    new = advanced(block, frozenset({"x", "y"}), 1.25)
+    new = advance_block(block, frozenset({"x", "y"}), 1.25, Options())
     assert (new.version, new.steps, new.tokens, new.loss) == (7, 5 + 25, 407, 1.25)
     state = RunState(
         blocks={1: block},
@@ -501,7 +514,7 @@ def test_advance_and_forget() -> None:
             3: lease(3, base=2),
         },
     )
-    after = published(state, 1, new, 4)
+    after = apply_version(state, 1, new, 4)
     assert set(after.leases) == {2, 3} and after.blocks[1].round == RoundState()
 
 
@@ -534,18 +547,18 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
             actions, reason = decide(now, state, options)
             assert reason
             for action in actions:
-                if isinstance(action, Close):
+                if isinstance(action, CloseRound):
                     block = state.blocks[action.block]
                     assert block.round.replicas >= options.min_replicas
-                    state = published(
+                    state = apply_version(
                         state,
                         action.block,
-                        advanced(block, frozenset(action.updates), None),
+                        advance_block(block, frozenset(action.updates), None, options),
                         options.max_staleness,
                     )
                 else:
                     state = apply(state, action)
-            if not any(isinstance(a, Close) for a in actions):
+            if not any(isinstance(a, CloseRound) for a in actions):
                 break
         if any(isinstance(a, Finish) for a in actions):
             break
@@ -563,18 +576,18 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
             for x in state.leases.values()
             if x.worker == name and now >= x.granted + x.steps * speeds[name]
         ]:
-            verdict = admit(
+            verdict = judge(
                 now,
                 state,
                 options,
-                Submission(name, out.task, out.fence, out.block, out.base, out.steps),
+                Claim(name, out.task, out.fence, out.block, out.base, out.steps),
             )
             if verdict.accepted:
                 counted.append(out.task)
-                update = Arrived(
+                update = WaitingUpdate(
                     f"{out.task}", name, out.steps, out.steps, verdict.staleness, verdict.weight
                 )
-                state = arrived(state, out.task, update, now + 60.0, now - out.granted)
+                state = add_update(state, out.task, update, now + 60.0, now - out.granted)
             else:
                 assert verdict.code in ("too_stale", "block_finished"), verdict
                 state = replace(
@@ -586,6 +599,6 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
             old = state.leases.get(answer.lease.task)
             assert answer.resumed or old is None or answer.lease.fence > old.fence
             assert answer.lease.task not in counted
-            state = granted(state, answer)
+            state = apply_grant(state, answer)
     assert {b.version for b in state.blocks.values()} == {6}
     assert len(counted) == len(set(counted))

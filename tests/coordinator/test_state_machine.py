@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections import defaultdict
@@ -15,13 +16,16 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from blocktrain.clock import SimulatedClock
+from blocktrain.coordinator.recovery import recover_state
+from blocktrain.coordinator.state import KEPT_TIMES
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import verify as verify_signature
+from blocktrain.protocol.ledger import LedgerEntry, require_chain
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.store.ledger import Entry, verify
 from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
-from support.fake_worker import Clock, FakeWorker, begin, crash
+from support.fake_worker import FakeWorker, begin, crash
 
 WORKERS = st.integers(0, 2)
 FAIR = {
@@ -55,7 +59,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(
             tempfile.mkdtemp(prefix="blocktrain-machine-", dir=memory if memory.is_dir() else None)
         )
-        self.clock = Clock()
+        self.clock = SimulatedClock(1000.0)
         self.coordinator = begin(
             self.folder / "run",
             self.clock,
@@ -63,7 +67,7 @@ class Machine(RuleBasedStateMachine):
             max_staleness=staleness,
             chunk_bytes=1 << 16,
         )
-        run = self.coordinator.live.run
+        run = self.coordinator.run.facts
         self.people = [
             FakeWorker(
                 LocalClient(self.coordinator), seed, run.run, run.coordinator, run.fingerprint
@@ -73,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.open: dict[int, Work] = {}  # by worker: what it is at
         self.works: list[Work] = []
         self.fences: dict[int, int] = defaultdict(int)
-        self.head: Entry | None = None
+        self.head: LedgerEntry | None = None
         self.seen: list[dict[str, Any]] = []  # bodies of all entries, with their kind
         for who in range(3):
             self.join(who)
@@ -119,7 +123,7 @@ class Machine(RuleBasedStateMachine):
 
     def _send(self, work: Work) -> m.SubmitReply | None:
         """Send an update, perhaps not for the first time; None: refused for a fair reason."""
-        before = self.coordinator.live.store.head()
+        before = self.coordinator.run.store.head()
         try:
             if work.receipt is None:
                 with suppress(Refused):  # whatever it is, the submission must not be better off
@@ -130,7 +134,7 @@ class Machine(RuleBasedStateMachine):
                 return None
             assert work.receipt is None, f"what was acknowledged is refused: {error}"
             assert error.code in FAIR, error
-            assert self.coordinator.live.store.head() == before, "a refusal changes nothing"
+            assert self.coordinator.run.store.head() == before, "a refusal changes nothing"
             return None
         verify_signature(reply.receipt, work.worker.coordinator)
         assert work.receipt in (None, reply.receipt), "the same update has another receipt"
@@ -199,6 +203,7 @@ class Machine(RuleBasedStateMachine):
         crash(self.coordinator)
         self.clock.now = 5.0 if self.clock.now > 100 else 1000.0
         self.coordinator = open_coordinator(self.folder / "run", self.clock)
+        self.coordinator.tick()  # starts the run again
         for worker in self.people:
             worker.client = LocalClient(self.coordinator)
 
@@ -206,6 +211,7 @@ class Machine(RuleBasedStateMachine):
     def close_in_order(self) -> None:
         self.coordinator.close()
         self.coordinator = open_coordinator(self.folder / "run", self.clock)
+        self.coordinator.tick()  # starts the run again
         for worker in self.people:
             worker.client = LocalClient(self.coordinator)
 
@@ -219,12 +225,12 @@ class Machine(RuleBasedStateMachine):
         self._fences_only_grow()
 
     def _ledger_is_a_chain(self) -> None:
-        new = self.coordinator.live.store.ledger(after=self.head.seq if self.head else 0)
-        self.head = verify(new, self.head)
-        self.seen += [{**e.value, "kind": e.kind, "entry": e.hash} for e in new]
+        new = self.coordinator.run.store.ledger(after=self.head.seq if self.head else 0)
+        self.head = require_chain(new, self.head)
+        self.seen += [{**json.loads(e.body), "kind": e.kind, "entry": e.hash} for e in new]
 
     def _every_acknowledged_update_counts_exactly_once(self) -> None:
-        store = self.coordinator.live.store
+        store = self.coordinator.run.store
         told = {body["id"]: body for body in self.seen if body["kind"] == "update"}
         assert len(told) == sum(body["kind"] == "update" for body in self.seen)
         assert len({body["task"] for body in told.values()}) == len(told), "a task counts once"
@@ -248,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         for name in applied:
             updates, tokens = counted.get(told[name]["worker"], (0, 0))
             counted[told[name]["worker"]] = (updates + 1, tokens + told[name]["tokens"])
-        store = self.coordinator.live.store
+        store = self.coordinator.run.store
         assert store.contributions() == counted
         newest = [store.version(block) for block in (1, 2)]
         assert sum(v.tokens for v in newest if v) == sum(tokens for _, tokens in counted.values())
@@ -261,7 +267,7 @@ class Machine(RuleBasedStateMachine):
             assert [body["version"] for body in made] == list(range(len(made)))
             for parent, child in pairwise(made):
                 assert child["parent"] == parent["weights"]["sha256"]
-            live = self.coordinator.live
+            live = self.coordinator.run
             assert live.newest(block).version == len(made) - 1 == live.state.blocks[block].version
             assert live.newest(block).weights.sha256 == made[-1]["weights"]["sha256"]
 
@@ -272,12 +278,12 @@ class Machine(RuleBasedStateMachine):
                 task = body["order"]["task"]
                 assert body["fence"] > given[task]
                 given[task] = body["fence"]
-        for lease in self.coordinator.live.state.leases.values():
+        for lease in self.coordinator.run.state.leases.values():
             assert lease.fence == given[lease.task]
 
     def _memory_is_what_a_restart_would_read(self) -> None:
-        live = self.coordinator.live
-        stored = live.store.recover(self.clock.now)
+        live = self.coordinator.run
+        stored = recover_state(live.store.recover(KEPT_TIMES), self.clock.now, None)
         assert set(stored.leases) == set(live.state.leases)
         for task, lease in stored.leases.items():
             mine = live.state.leases[task]

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import pytest
 
+from blocktrain.clock import SimulatedClock
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
@@ -25,7 +26,6 @@ from blocktrain.web.client import HttpClient, LocalClient
 from support.fake_worker import (
     OPERATOR,
     TOKEN,
-    Clock,
     FakeWorker,
     as_task,
     beginning,
@@ -49,7 +49,7 @@ def kinds(coordinator: WatchedCoordinator, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("tenths", range(11))
 def test_an_upload_that_ends_early_never_counts(tmp_path: Path, tenths: int) -> None:
-    clock = Clock()
+    clock = SimulatedClock(1000.0)
     with beginning(tmp_path, clock=clock, compression="fp16") as coordinator:
         dying, other = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2))
         task = dying.joined()
@@ -75,13 +75,15 @@ def test_an_upload_that_ends_early_never_counts(tmp_path: Path, tenths: int) -> 
         assert (taken.task, taken.fence) == (task.task, task.fence + 1)
         assert other.send(taken).receipt.accepted
         assert [e["worker"] for e in kinds(coordinator, "update")] == [other.id]
-        assert coordinator.live.newest(task.block).version == 1
-        assert coordinator.live.store.contributions() == {other.id: (1, 64)}
+        assert coordinator.run.newest(task.block).version == 1
+        assert coordinator.run.store.contributions() == {other.id: (1, 64)}
         assert sha256(payload) not in snapshot(coordinator).blobs
 
 
 def test_a_submission_without_all_chunks_is_refused(tmp_path: Path) -> None:
-    with beginning(tmp_path, clock=Clock(), compression="fp16", replicas=1000) as coordinator:
+    with beginning(
+        tmp_path, clock=SimulatedClock(1000.0), compression="fp16", replicas=1000
+    ) as coordinator:
         worker = FakeWorker(LocalClient(coordinator))
         task = worker.joined()
         payload = worker.payload(task)
@@ -199,7 +201,7 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
     monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
     monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
     with listening(tmp_path, monkeypatch) as (coordinator, counted, url):
-        refusals = coordinator.live.recall.refusals
+        refusals = coordinator.run.refusals
         with (
             three_hundred(address_of(url)) as crowd,
             closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client,
@@ -279,10 +281,10 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(
     monkeypatch.setattr(guard, "MAX_SERVED", 2)
     monkeypatch.setattr(guard, "MAX_FROM_ONE", 3)
     with listening(tmp_path, monkeypatch) as (coordinator, counted, url), ExitStack() as stack:
-        large = coordinator.live.store.blobs.put(
+        large = coordinator.run.store.blobs.put(
             bytes(1 << 24)
         )  # more than the buffers of a line hold
-        coordinator.live.recall.public[large] = 0
+        coordinator.run.history.public[large] = 0
         request = f"GET /v1/blobs/{large} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
 
         def reader() -> socket.socket:
@@ -528,7 +530,7 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
     now = int(time.time() * 1000)
     stories = []
     for name, skew in (("right", 0), ("fast", HOUR), ("slow", -HOUR), ("since 1970", -now / 1000)):
-        clock = Clock()
+        clock = SimulatedClock(1000.0)
         with beginning(tmp_path / name, clock=clock, replicas=2) as coordinator:
             workers = [FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3)]
             shown = now + int(skew * 1000)
@@ -561,17 +563,15 @@ def test_the_clocks_of_workers_change_nothing(tmp_path: Path) -> None:
                         )
                     )
                     todo[index] = as_task(found)
-            state = coordinator.live.state
+            state = coordinator.run.state
             stories.append((story, snapshot(coordinator).versions, state.blocks, state.leases))
     assert stories[0][1][0][1] >= 1, "rounds were closed"
     assert all(story == stories[0] for story in stories)
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR])
-def test_a_jump_of_the_wall_clock_changes_no_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
-    clock = Clock()
+def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, jump: float) -> None:
+    clock = SimulatedClock(1000.0)
     with beginning(tmp_path, clock=clock, replicas=3, max_staleness=0) as coordinator:
         first, second, third = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3))
         task, _, late = (worker.joined() for worker in (first, second, third))
@@ -579,13 +579,12 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(
         clock.now += 20.0
         payload = first.payload(task)
         first.send(task, payload, nonce="ab" * 16)
-        before = coordinator.live.state
+        before = coordinator.run.state
 
-        wall = time.time
-        monkeypatch.setattr(time, "time", lambda: wall() + jump)
+        clock.epoch += jump
         kept = snapshot(coordinator)
         coordinator.tick()
-        assert coordinator.live.state == before and snapshot(coordinator) == kept, (
+        assert coordinator.run.state == before and snapshot(coordinator) == kept, (
             "nothing is over, nothing has more time"
         )
         beat = third.beat(late)
@@ -599,11 +598,11 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(
 
         clock.now += 39.0
         coordinator.tick()
-        assert coordinator.live.newest(task.block).version == 0
+        assert coordinator.run.newest(task.block).version == 0
         clock.now += 30.0
         coordinator.tick()
         coordinator.tick()
-        assert coordinator.live.newest(task.block).version == 1, (
+        assert coordinator.run.newest(task.block).version == 1, (
             "the coordinator's own clock closes it"
         )
 
@@ -613,7 +612,7 @@ def test_deadlines_survive_a_restart_as_remaining_time(
     tmp_path: Path, ending: Callable[[WatchedCoordinator], None]
 ) -> None:
     """Of a machine too: its clock begins at 0 again. A coordinator that often restarts must not give a round its whole time anew."""
-    clock = Clock(1e6)
+    clock = SimulatedClock(1e6)
     with ExitStack() as stack:
         coordinator = stack.enter_context(beginning(tmp_path, clock=clock, replicas=3))
         one, two, three = (FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2, 3))
@@ -634,8 +633,8 @@ def test_deadlines_survive_a_restart_as_remaining_time(
             assert beat.go_on and beat.lease_seconds == beat.deadline_seconds == pytest.approx(
                 60.0 - spent
             )
-            assert coordinator.live.newest(task.block).version == 0
-            (lease,) = (x for x in coordinator.live.state.leases.values() if x.task == other.task)
+            assert coordinator.run.newest(task.block).version == 0
+            (lease,) = (x for x in coordinator.run.state.leases.values() if x.task == other.task)
             assert lease.granted == pytest.approx(-spent), (
                 "what it took so far is not forgotten either"
             )
@@ -646,4 +645,4 @@ def test_deadlines_survive_a_restart_as_remaining_time(
             for e in kinds(coordinator, "expire")
             if e["task"] == other.task
         ] == [(three.id, other.task)]
-        assert coordinator.live.newest(task.block).version == 1, "with what was there"
+        assert coordinator.run.newest(task.block).version == 1, "with what was there"

@@ -23,7 +23,7 @@ from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.results import Plan, complete
-from blocktrain.store.sql import read_ledger
+from blocktrain.store.open import read_store
 from blocktrain.watch.server import open_coordinator
 from conftest import tiny_config
 from support.waiting import until
@@ -92,7 +92,8 @@ class Here:
         """Tasks that were accepted up to now."""
         try:
             return sum(
-                entry.kind == "update" for entry in read_ledger(self.run.folder / "coordinator")
+                entry.kind == "update"
+                for entry in read_store(self.run.folder / "coordinator").ledger()
             )
         except RunError:  # there is no ledger yet
             return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktrain.clock import SimulatedClock
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.protocol import compression, tensors
@@ -57,18 +58,8 @@ def prepared() -> Path:
     return folder
 
 
-class Clock:
-    """A monotonic clock that moves when it is told to."""
-
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def begin(
-    folder: Path, clock: Clock | None = None, *, config: Config = CONFIG, **policy: Any
+    folder: Path, clock: SimulatedClock | None = None, *, config: Config = CONFIG, **policy: Any
 ) -> WatchedCoordinator:
     """A new run: tasks of two steps and rounds of one update, unless the policy differs."""
     coordinator = open_coordinator(folder, clock) if clock else open_coordinator(folder)
@@ -91,7 +82,7 @@ def beginning(folder: Path, **policy: Any) -> Iterator[WatchedCoordinator]:
 
 def crash(coordinator: WatchedCoordinator) -> None:
     """Like a kill: nothing is flushed, and the lock on the folder is gone."""
-    coordinator.live.store.close()
+    coordinator.run.store.close()
 
 
 @dataclass
@@ -247,7 +238,7 @@ class Snapshot:
 
 def snapshot(coordinator: WatchedCoordinator) -> Snapshot:
     """Read from the store, not from memory, where both have it."""
-    live = coordinator.live
+    live = coordinator.run
     with live.lock:
         head = live.store.head()
         assert head is not None

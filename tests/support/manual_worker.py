@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus
@@ -120,16 +121,9 @@ class ManualWorker:
             self.next = self.client.next_task(self.me.sign(asked)).next
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> WatchedCoordinator:
     """Rounds of two, an update two versions late, the fusion block, and one pending update."""
-    coordinator = open_coordinator(folder, Clock())
+    coordinator = open_coordinator(folder, SimulatedClock(100.0))
     coordinator.begin(
         CONFIG, Policy(task_steps=1, replicas=2, rounds=3, **policy), "tiny", prepared
     )

@@ -31,7 +31,7 @@ from blocktrain.cli.train import evaluate
 from blocktrain.errors import StorageFailed, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.store.sql import read_ledger
+from blocktrain.store.open import read_store
 from blocktrain.watch.server import Listen, Server, open_coordinator, running
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import environment
@@ -170,7 +170,7 @@ def free_port() -> int:
 
 def ledger_updates(folder: Path) -> list[str]:
     """The hash of every entry of an update; the chain is checked on the way."""
-    return [entry.hash for entry in read_ledger(folder) if entry.kind == "update"]
+    return [entry.hash for entry in read_store(folder).ledger() if entry.kind == "update"]
 
 
 # Kills
@@ -357,7 +357,7 @@ def test_a_disk_that_fails_acknowledges_nothing(
     worker.client = LocalClient(again)
     assert len([e for e in whole_ledger(worker.client) if e.kind == "update"]) == 1
     receipt = worker.send(as_task(worker.join().next)).receipt
-    assert receipt.accepted and again.live.store.contributions()[worker.id][0] == 2
+    assert receipt.accepted and again.run.store.contributions()[worker.id][0] == 2
     again.close()
 
 

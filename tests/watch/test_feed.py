@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from blocktrain.cli.coordinator import EventLines
+from blocktrain.clock import SimulatedClock
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.events import read_events
 from blocktrain.protocol.refusals import Refused
@@ -29,7 +30,6 @@ from support.event_reader import Reader, fetch, parse
 from support.fake_worker import (
     OPERATOR,
     TOKEN,
-    Clock,
     FakeWorker,
     as_task,
     begin,
@@ -43,7 +43,7 @@ LONG = 200.0  # seconds of the run's clock: nobody who was silent for so long is
 
 @contextmanager
 def serving(
-    folder: Path, clock: Clock | None = None
+    folder: Path, clock: SimulatedClock | None = None
 ) -> Iterator[tuple[WatchedCoordinator, str, HttpClient]]:
     """A run with rounds of one update behind HTTP."""
     with (
@@ -62,7 +62,7 @@ def stored(folder: Path) -> list[tuple[int, str]]:
 
 
 def test_a_run_is_told_as_it_happens(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SimulatedClock(1000.0)
     with serving(tmp_path, clock) as (coordinator, url, client), ExitStack() as stack:
         worker = FakeWorker(client)
         task = worker.joined()
@@ -161,7 +161,7 @@ def test_refusals_are_told_and_blamed_on_nobody_who_did_not_sign(tmp_path: Path)
 
 
 def test_workers_that_come_and_go_are_told(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = SimulatedClock(1000.0)
     with serving(tmp_path, clock) as (_, url, client), ExitStack() as stack:
         worker, other = FakeWorker(client), FakeWorker(client, 2)
         reader = Reader(url)

@@ -46,7 +46,7 @@ def trained_run(
 
 
 def expected(coordinator: WatchedCoordinator, corpus: Corpus) -> dict[str, float]:
-    live = coordinator.live
+    live = coordinator.run
 
     def model(pins: list[BlockVersion]) -> Model:
         read = live.store.blobs.read
@@ -58,7 +58,7 @@ def expected(coordinator: WatchedCoordinator, corpus: Corpus) -> dict[str, float
     alone = model(newest[:-1])
     alone.pool_weights = fit_pool_weights(alone, corpus.calibration)
     found = cross_entropies(context_predictors(alone), corpus.valid, CONFIG.context)
-    whole = model([*live.recall.features[CONFIG.blocks], newest[-1]])
+    whole = model([*live.history.features[CONFIG.blocks], newest[-1]])
     fused = evaluate(whole, corpus.valid)["fuse"]
     return {**{name.replace("_", "-"): ce for name, ce in found.items()}, "fused": fused}
 
@@ -77,7 +77,7 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: C
         status = coordinator.status()
         assert status.scores == scored["scores"]
         assert scored["versions"] == {str(block.block): block.version for block in status.blocks}
-        assert scored["features"] == {"1": coordinator.live.recall.features[2][0].version}
+        assert scored["features"] == {"1": coordinator.run.history.features[2][0].version}
         assert scored["valid_bytes"] == len(corpus.valid) and scored["bytes_in"] == status.bytes_in
 
         first = scorer.process

@@ -51,7 +51,7 @@ def test_lost_acknowledgements_count_once(tmp_path: Path) -> None:
             insist(lambda task=task, payload=payload: worker.upload(task, payload))  # type: ignore[misc]
             with pytest.raises(Unreachable):
                 client.submit(worker.submission(task, payload))
-            known = coordinator.live.store.answer(task.task, sha256(payload))
+            known = coordinator.run.store.answer(task.task, sha256(payload))
             assert known is not None, "it was counted, and nobody was told"
             reply = client.submit(worker.submission(task, payload))
             assert reply.receipt == m.read(m.Receipt, known.receipt)
@@ -60,7 +60,7 @@ def test_lost_acknowledgements_count_once(tmp_path: Path) -> None:
         assert len(proxy.dropped) == 6
         entries = [e.hash for e in whole_ledger(LocalClient(coordinator)) if e.kind == "update"]
         assert entries == [r.entry for r in receipts]
-        assert coordinator.live.store.contributions() == {worker.id: (6, 6 * 64)}
+        assert coordinator.run.store.contributions() == {worker.id: (6, 6 * 64)}
 
 
 def test_an_upload_over_a_breaking_line_sends_little_twice(tmp_path: Path) -> None:

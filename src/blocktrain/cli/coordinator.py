@@ -168,7 +168,7 @@ def _run_settings(
 
 
 def _require_same_run(running: WatchedCoordinator, wanted: RunRequest, folder: Path) -> None:
-    if running.ready and (running.live.config, running.live.policy) != wanted[:2]:
+    if running.ready and (running.run.config, running.run.policy) != wanted[:2]:
         raise ConfigError(
             f"{folder} holds a run with other settings; "
             "leave the settings out to continue it, or choose another --out"
@@ -254,13 +254,13 @@ def _serve(
         lines = EventLines(running, pull_command)
         gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
         sys.setswitchinterval(SWITCH_SECONDS)
-        running.live.close_beside()
+        running.close_in_background()
         if flags.score_bytes:
             scorer.start()
         while server.serves(0.5):
             if lines.print_new() and flags.exit:
                 # Waiting workers ask once more, and learn that the run is over.
-                time.sleep(2 * running.live.options.poll)
+                time.sleep(2 * running.run.options.poll)
                 scorer.settle(LAST_SCORE_SECONDS)
                 lines.print_new()
                 break
@@ -277,9 +277,8 @@ def _prepare(running: WatchedCoordinator, config: Config, policy: Policy, data: 
     """Make version 0 and the corpus in another process: only that one needs torch."""
     from blocktrain.runs.prepare import prepare_in_process
 
-    with tempfile.TemporaryDirectory(
-        dir=running.live.store.blobs.folder, prefix="prepare-"
-    ) as folder:
+    beside = running.run.store.address or None  # a folder on the same disk has enough room
+    with tempfile.TemporaryDirectory(dir=beside, prefix="prepare-") as folder:
         prepare_in_process(config, data, data_folder(), cache_folder(), Path(folder))
         running.begin(config, policy, data, Path(folder))
 
@@ -294,9 +293,9 @@ class EventLines:
         self._feed = coordinator.feed
         self._listener = self._listen()
         self._warned = False
-        live = coordinator.live
+        run = coordinator.run
         console.print(
-            f"run {live.run.run[:12]}: {live.config.blocks} blocks, {live.config.steps} steps each",
+            f"run {run.id[:12]}: {run.config.blocks} blocks, {run.config.steps} steps each",
             highlight=False,
         )
         self._finished = coordinator.finished is not None

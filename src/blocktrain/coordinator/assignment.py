@@ -6,16 +6,22 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import floor, inf
 
-from blocktrain.coordinator.rounds import finished, is_alive, round_length, spent
+from blocktrain.coordinator.rounds import (
+    end_reason,
+    is_alive,
+    mean_steps,
+    round_length,
+    spent,
+)
 from blocktrain.coordinator.state import (
     Assignment,
     BlockState,
     Grant,
     Lease,
     Options,
+    Postpone,
     RunState,
     Stop,
-    Wait,
     WorkerState,
 )
 
@@ -27,7 +33,7 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
         return Stop("this worker has not joined this run: join first")
     if known.kicked:
         return Stop("this worker was removed from the run by its operator")
-    if reason := finished(state, options):
+    if reason := end_reason(state, options):
         return Stop(reason)
     if state.stopping:
         return Stop("the run is stopping: no more tasks")
@@ -48,13 +54,13 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
             )
     uploading = sum(lease.trained for lease in mine)
     if uploading > options.max_uploading:
-        return Wait(
+        return Postpone(
             min(1.0, options.poll),
             f"{uploading} of your updates are not submitted yet: upload first",
         )
     index, reason = choose_block(now, state, options, known)
     if index is None:
-        return Wait(options.poll, reason)
+        return Postpone(options.poll, reason)
     return _grant(now, state, options, known, (index, reason))
 
 
@@ -130,8 +136,8 @@ def fusion_open(state: RunState, options: Options, index: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Size:
-    """Steps of a task and the seconds it should take; no steps: it could not be finished in time."""
+class TaskSize:
+    """Steps of a task, and the seconds that it should take. No steps: it would not end in time."""
 
     steps: int
     seconds: float
@@ -139,95 +145,134 @@ class Size:
     least: int = 1  # fewer are not worth a task
 
 
-def size_task(left: float, options: Options, block: BlockState, worker: WorkerState) -> Size:
-    """As many steps as this worker can finish in the wanted time and before the deadline, `left` seconds away."""
-    most = (
-        options.max_steps
-        if options.budget_steps is None
-        else min(options.max_steps, max(1, options.budget_steps - block.steps))
-    )
+def size_task(left: float, options: Options, block: BlockState, worker: WorkerState) -> TaskSize:
+    """As many steps as this worker can make in the wanted time and before the deadline.
+
+    The deadline is `left` seconds away.
+    """
+    end = steps_left(options, block, worker)
+    most = options.max_steps if end is None else max(1, min(options.max_steps, end))
     if options.fixed_steps is not None:
         most = min(most, options.fixed_steps)
     least = most if options.fixed_steps is not None else min(options.min_steps, most)
     if worker.seconds_per_step is None:
         steps = most if options.fixed_steps is not None else min(options.first_steps, most)
-        return Size(
-            steps,
-            left * options.safety,
-            f"{steps} steps: the first task of a worker of unknown speed",
-        )
+        reason = f"{steps} steps: the first task of a worker of unknown speed"
+        return TaskSize(steps, left * options.safety, reason)
     step = max(worker.seconds_per_step * block.cost, 1e-9)
     if options.exclusive:
-        return Size(most, worker.overhead + most * step, f"{most} steps: fixed")
+        return TaskSize(most, worker.overhead + most * step, f"{most} steps: fixed")
     affordable = left * options.safety - worker.overhead
     fitting = min(most, floor(min(affordable, options.task_seconds - worker.overhead) / step))
     if fitting < least <= floor(affordable / step):
         fitting = least  # more than the wanted time, but before the deadline
     needed = worker.overhead + max(fitting, least) * step
     if fitting >= least:
-        return Size(fitting, needed, f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s")
-    least_said = "one step needs" if least == 1 else f"{least} steps need"
-    return Size(
-        0, needed, f"even {least_said} {needed:.1f} s and {max(left, 0.0):.1f} s are left", least
-    )
+        reason = f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s"
+        return TaskSize(fitting, needed, reason)
+    need = "one step needs" if least == 1 else f"{least} steps need"
+    reason = f"even {need} {needed:.1f} s and {max(left, 0.0):.1f} s are left"
+    return TaskSize(0, needed, reason, least)
+
+
+def steps_left(options: Options, block: BlockState, worker: WorkerState) -> int | None:
+    """Steps to the end of the block's schedule from where this worker's task counts; None: no end.
+
+    Replicas of a round run side by side. Whoever has answered the open round counts in the next
+    one, which begins after the steps that wait for their merge.
+    """
+    if options.budget_steps is None:
+        return None
+    left = options.budget_steps - block.steps
+    if has_answered(block, worker):
+        left -= round(mean_steps(block.round.updates))
+    return max(0, left)
+
+
+def has_answered(block: BlockState, worker: WorkerState) -> bool:
+    """Whether an update of this worker waits in the open round."""
+    return any(update.worker == worker.id for update in block.round.updates)
 
 
 def _grant(
     now: float, state: RunState, options: Options, worker: WorkerState, chosen: tuple[int, str]
 ) -> Assignment:
+    """A task of the chosen block, or why it is better to wait."""
     index, why = chosen
     block = state.blocks[index]
+    if steps_left(options, block, worker) == 0:
+        reason = f"the updates that wait for their merge are the last of block {index}"
+        return Postpone(options.poll, reason)
+    if not options.exclusive and worker.seconds_per_step is not None:
+        others = others_done_in(now, state, options, worker, index)
+        if others is not None:
+            if _better_waits(others, options, block, worker):
+                reason = f"the next version of block {index} is worth waiting for: "
+                return Postpone(
+                    min(options.poll, max(others, 0.25)), f"{reason}about {others:.1f} s"
+                )
+            options = replace(options, task_seconds=min(options.task_seconds, others))
+    plan = _plan(now, state, options, worker, index)
+    if isinstance(plan, Postpone):
+        return plan
+    size, deadline, length = plan
+    again = _task_to_repeat(now, state, options, worker, index)
+    lease = _lease(now, state, options, worker, (index, again, size, deadline))
+    redo = f"; again, after the lease of {again.worker} ran out" if again else ""
+    return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
+
+
+def _plan(
+    now: float, state: RunState, options: Options, worker: WorkerState, index: int
+) -> tuple[TaskSize, float, float] | Postpone:
+    """(size of the task, deadline and length of its round), or why the worker waits."""
+    block = state.blocks[index]
     length = round_length(block, options)
-    running = block.round.deadline is not None
-    deadline = block.round.deadline if block.round.deadline is not None else now + length
-    left = (
-        None
-        if options.exclusive or worker.seconds_per_step is None
-        else others_done_in(now, state, options, worker, index)
-    )
-    if left is not None:
-        if _better_waits(left, options, block, worker):
-            return Wait(
-                min(options.poll, max(left, 0.25)),
-                f"the next version of block {index} is worth waiting for: about {left:.1f} s",
-            )
-        options = replace(options, task_seconds=min(options.task_seconds, left))
+    deadline = now + length if block.round.deadline is None else block.round.deadline
     size = size_task(deadline - now, options, block, worker)
-    if size.steps == 0:
-        whole = size_task(length, options, block, worker)
-        if whole.steps:
-            return Wait(
-                min(options.poll, max(deadline - now, 0.1)),
-                f"{size.reason}; the next round of block {index} has time for you",
-            )
-        least = size.least
-        if not running and not _staffed(now, state, options, worker)[index]:
-            length = min(size.seconds / options.safety, options.longest_deadline)
-            deadline = now + length
-            size = replace(
-                size,
-                steps=least,
-                reason=f"{least} steps; the deadline is {length:.1f} s for its only worker",
-            )
-        elif size.seconds <= deadline - now + options.max_staleness * length:
-            size = replace(
-                size,
-                steps=least,
-                reason=f"{least} steps; they will be late and count with a staleness weight",
-            )
-        else:
-            return Wait(
-                options.poll,
-                f"{size.reason}; block {index} is faster than this worker by more than {options.max_staleness} rounds",
-            )
-    current = [x for x in state.leases.values() if x.block == index and x.base == block.version]
-    again = min(
-        (x for x in current if _takeable(now, state, options, x, worker)),
-        key=lambda x: x.task,
-        default=None,
+    if size.steps:
+        return size, deadline, length
+    if size_task(length, options, block, worker).steps:
+        return Postpone(
+            min(options.poll, max(deadline - now, 0.1)),
+            f"{size.reason}; the next round of block {index} has time for you",
+        )
+    alone = not _staffed(now, state, options, worker)[index]
+    if block.round.deadline is None and alone:
+        length = min(size.seconds / options.safety, options.longest_deadline)
+        reason = f"{size.least} steps; the deadline is {length:.1f} s for its only worker"
+        return replace(size, steps=size.least, reason=reason), now + length, length
+    if size.seconds <= deadline - now + options.max_staleness * length:
+        reason = f"{size.least} steps; they will be late and count with a staleness weight"
+        return replace(size, steps=size.least, reason=reason), deadline, length
+    return Postpone(
+        options.poll,
+        f"{size.reason}; block {index} is faster than this worker "
+        f"by more than {options.max_staleness} rounds",
     )
+
+
+def _task_to_repeat(
+    now: float, state: RunState, options: Options, worker: WorkerState, index: int
+) -> Lease | None:
+    """The oldest task of the current version that its worker will not finish."""
+    version = state.blocks[index].version
+    current = [x for x in state.leases.values() if x.block == index and x.base == version]
+    left = (x for x in current if _takeable(now, state, options, x, worker))
+    return min(left, key=lambda x: x.task, default=None)
+
+
+def _lease(
+    now: float,
+    state: RunState,
+    options: Options,
+    worker: WorkerState,
+    task: tuple[int, Lease | None, TaskSize, float],
+) -> Lease:
+    index, again, size, deadline = task
+    block = state.blocks[index]
     ends = max(deadline, now + 2 * size.seconds) if options.lease is None else now + options.lease
-    lease = Lease(
+    return Lease(
         task=again.task if again else state.next_task,
         number=again.number if again else block.next_number,
         block=index,
@@ -237,13 +282,10 @@ def _grant(
         steps=size.steps,
         start_step=block.steps,
         granted=now,
-        expires=min(
-            ends, now + 2 * options.longest_deadline
-        ),  # whatever speed a worker claims to have
+        # Whatever speed a worker claims to have.
+        expires=min(ends, now + 2 * options.longest_deadline),
         expected=size.seconds,
     )
-    redo = f"; again, after the lease of {again.worker} ran out" if again else ""
-    return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
 
 
 def others_done_in(
@@ -272,12 +314,8 @@ def _better_waits(left: float, options: Options, block: BlockState, worker: Work
     """Whether so little time is left that no task fits in."""
     if options.fixed_steps is None:
         return left < options.least_task * options.task_seconds
-    answered = any(update.worker == worker.id for update in block.round.updates)
-    return (
-        answered
-        and left
-        < worker.overhead + options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
-    )
+    seconds = options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
+    return has_answered(block, worker) and left < worker.overhead + seconds
 
 
 def _takeable(

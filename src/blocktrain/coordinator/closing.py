@@ -1,102 +1,257 @@
-"""A round that closes: the blobs of its updates in, the next version of the block out. numpy only."""
+"""Closing a round: its updates are merged into the next version of the block, without the run's lock.
+
+numpy only. A payload was checked when it arrived, without decoding it: many small payloads may wait
+that decode to much, so nothing decoded is kept. It is opened once, here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from blocktrain.coordinator.merge import Before, Candidate, Merged, MergeOptions, Update, merge
+from blocktrain.clock import Clock
+from blocktrain.coordinator import state
+from blocktrain.coordinator.merge import (
+    Candidate,
+    MergeContext,
+    MergeOptions,
+    MergeResult,
+    Update,
+    merge,
+)
+from blocktrain.coordinator.rounds import advance_block, decide_round, round_length
+from blocktrain.coordinator.run import TrainingRun, short
 from blocktrain.protocol.compression import open_update
+from blocktrain.protocol.ledger import Part
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
 from blocktrain.protocol.tensors import Schema, Tensors, pack, schema_of, unpack
-from blocktrain.store.blobs import Blobs
-from blocktrain.store.contract import Store, UpdateRecord, VersionRecord
+from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
-Waiting = Mapping[str, tuple[Submission, Order]]  # by update
+WaitingUpdates = Mapping[str, tuple[Submission, Order]]  # by update
+
+
+class RoundCloser:
+    """Does what is due: at once where it is called, or in a thread of its own."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        # One thread for all merges: memory for the updates of one round, and only once.
+        self._merger = ThreadPoolExecutor(1, "merger")
+        self._worker: ClosingThread | None = None
+
+    def start_thread(self) -> None:
+        """From now on no caller waits for a merge."""
+        self._worker = ClosingThread(self._close_due, self._run.clock)
+
+    def stop(self) -> None:
+        """After the round that is being closed. The caller does not hold the run's lock."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    def close(self) -> None:
+        self._merger.shutdown(wait=False)
+
+    def tick(self) -> None:
+        """Do all that is due, or have it done: expire leases, extend and close rounds, finish."""
+        if self._worker is None:
+            self._close_due()
+        else:
+            self._worker.wake()
+
+    def settle(self, block: int) -> None:
+        """Where callers close rounds themselves: wait until nobody closes one of this block."""
+        if self._worker is None:
+            self._run.wait_released(block)
+
+    def is_closing(self, block: int) -> bool:
+        """Whether the next version of a block is being made, or about to be, in the thread.
+
+        Nobody should start from the present one any more.
+        """
+        run = self._run
+        if self._worker is None:
+            return False
+        action, _ = decide_round(run.clock.monotonic(), run.state, run.options, block)
+        return run.is_claimed(block) or isinstance(action, state.CloseRound)
+
+    def _close_due(self) -> None:
+        """One round after another. Only the block that is being merged has to wait."""
+        while due := self._run.claim_due_round():
+            try:
+                self._close(due)
+            finally:
+                self._run.release(due.block)
+
+    def _close(self, action: state.CloseRound) -> None:
+        run = self._run
+        with run.lock:
+            parent = run.version(action.block)
+            waiting = {name: run.history.waiting[name] for name in action.updates}
+        merging = self._merger.submit(
+            merge_round, run.store, parent, waiting, run.policy.merge_options()
+        )
+        outcome = store_outcome(run.store, merging.result(), waiting)
+        with run.lock:
+            if outcome.weights is None:
+                self._reopen(action, outcome)
+            else:
+                self._publish(action, outcome, outcome.weights)
+
+    def _reopen(self, action: state.CloseRound, outcome: RoundOutcome) -> None:
+        """The same round, without the updates that cannot be merged."""
+        run, index, dropped = self._run, action.block, outcome.dropped
+        after = state.drop_updates(run.state, index, frozenset(dropped))
+        seconds = round_length(run.state.blocks[index], run.options)
+        kind, body = run.round_note(index, "empty", seconds, outcome.merged.reason)
+        run.save(after, [(kind, {**body, "dropped": dropped})], dropped)
+
+    def _publish(self, action: state.CloseRound, outcome: RoundOutcome, weights: Blob) -> None:
+        run, index, merged = self._run, action.block, outcome.merged
+        used = frozenset(c.update.id for c in merged.used)
+        block = advance_block(run.state.blocks[index], used, outcome.loss, run.options)
+        record = VersionRecord(
+            block=index,
+            version=block.version,
+            weights=weights.sha256,
+            momentum=None if outcome.momentum is None else outcome.momentum.sha256,
+            steps=block.steps,
+            tokens=block.tokens,
+            loss=outcome.loss,
+            norms=merged.norms,
+            reason=short(f"{action.reason}; {merged.reason}"),
+        )
+        parts = (Part(update=c.update.id, share=c.share, scale=c.scale) for c in merged.used)
+        body = run.version_body(
+            record,
+            weights=weights,
+            momentum=outcome.momentum,
+            parts=tuple(parts),
+            features=outcome.features,
+        )
+        after = state.apply_version(run.state, index, block, run.options.max_staleness)
+        run.save_version(after, record, body, sorted(used), outcome.dropped)
+
+
+class ClosingThread:
+    """Works whenever it is woken. An error that ends it is raised by the next `wake`."""
+
+    def __init__(self, work: Callable[[], None], clock: Clock) -> None:
+        self._work, self._clock = work, clock
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._due = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="closer", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._due.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._due.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            self._clock.wait(self._due)
+            self._due.clear()
+            try:
+                if not self._stopped:
+                    self._work()
+            except BaseException as error:
+                self._failure = error
+                return
 
 
 @dataclass(frozen=True)
-class Closed:
-    """What a merge came to, with its blobs on the disk; no weights: no version, for the reason in `merged`."""
+class RoundOutcome:
+    """What a merge gave, with its blobs stored. Without weights there is no version."""
 
-    merged: Merged
-    weights: Blob | None
-    momentum: Blob | None
-    loss: float | None
-    features: tuple[BlockVersion, ...]
+    merged: MergeResult
+    weights: Blob | None = None
+    momentum: Blob | None = None
+    loss: float | None = None
+    features: tuple[BlockVersion, ...] = ()
 
     @property
     def dropped(self) -> dict[str, str]:
         """Updates that are not part of the version, and why."""
-        left = {r.id: f"{r.code}: {r.reason}" for r in self.merged.refused}
-        if self.weights is None:  # a guard spoke: those that were merged are the culprits
+        left = {r.id: f"{r.code}: {r.reason}" for r in self.merged.rejected}
+        if self.weights is None:  # a guard refused the result: all that were merged are suspect
             left |= {c.update.id: self.merged.reason for c in self.merged.used}
         return left
 
 
 def merge_round(
-    store: Store, parent: VersionRecord, waiting: Waiting, options: MergeOptions
-) -> Merged:
-    """The updates of a block that wait, merged; nothing is written yet, and of the updates only names and figures are kept."""
-    current = _tensors(store.blobs, parent.weights)
-    momentum = None if parent.momentum is None else _tensors(store.blobs, parent.momentum)
+    store: Store, parent: VersionRecord, waiting: WaitingUpdates, options: MergeOptions
+) -> MergeResult:
+    """The waiting updates of a block, merged. Nothing is written yet.
+
+    Of the updates only names and figures are kept.
+    """
+    current = _read_tensors(store.blobs, parent.weights)
+    momentum = None if parent.momentum is None else _read_tensors(store.blobs, parent.momentum)
     records = {u.id: u for u in store.pending(parent.block)}
-    block = _Current(current, schema_of(current), parent.version)
-    updates = [_opened(store, records[name], order, block) for name, (_, order) in waiting.items()]
-    merged = merge(Before(current, options, momentum, parent.norms), updates)
-    return replace(
-        merged,
-        used=tuple(replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used),
-    )
+    base = _Base(current, schema_of(current), parent.version)
+    updates = [
+        _read_update(store, records[name], order, base) for name, (_, order) in waiting.items()
+    ]
+    merged = merge(MergeContext(current, options, momentum, parent.norms), updates)
+    used = (replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used)
+    return replace(merged, used=tuple(used))
 
 
-def close_round(store: Store, merged: Merged, waiting: Waiting) -> Closed:
-    """What a merge made, on the disk."""
+def store_outcome(store: Store, merged: MergeResult, waiting: WaitingUpdates) -> RoundOutcome:
+    """What a merge gave, made durable."""
     if merged.state is None:
-        return Closed(merged, None, None, None, ())
+        return RoundOutcome(merged)
     used = [waiting[c.update.id] for c in merged.used]
-    pins = max(
+    features = max(
         (order.features for _, order in used),
-        key=lambda features: [f.version for f in features],
+        key=lambda pins: [pin.version for pin in pins],
         default=(),
     )
-    return Closed(
+    return RoundOutcome(
         merged,
-        _put(store.blobs, merged.state),
-        _put(store.blobs, merged.momentum),
-        _loss(merged.used, used),
-        pins,
+        weights=_store_tensors(store.blobs, merged.state),
+        momentum=None if merged.momentum is None else _store_tensors(store.blobs, merged.momentum),
+        loss=_mean_loss(merged.used, used),
+        features=features,
     )
-
-
-def _tensors(blobs: Blobs, name: str) -> Tensors:
-    return unpack(blobs.read(name))
 
 
 @dataclass(frozen=True)
-class _Current:
+class _Base:
+    """The version that is merged into."""
+
     tensors: Tensors
     schema: Schema
     version: int
 
 
-def _opened(store: Store, record: UpdateRecord, order: Order, current: _Current) -> Update:
-    opened = open_update(store.blobs.read(record.payload), current.schema, method=order.compression)
+def _read_tensors(blobs: Blobs, name: str) -> Tensors:
+    return unpack(blobs.read(name))
+
+
+def _read_update(store: Store, record: UpdateRecord, order: Order, current: _Base) -> Update:
+    content = store.blobs.read(record.payload)
+    opened = open_update(content, current.schema, method=order.compression)
     base = None
-    if (
-        opened.absolute and record.base != current.version
-    ):  # late weights: only their difference to what they started from counts
+    # Of late weights only the difference to what they started from counts.
+    if opened.absolute and record.base != current.version:
         started = store.version(record.block, record.base)
-        base = current.tensors if started is None else _tensors(store.blobs, started.weights)
+        base = current.tensors if started is None else _read_tensors(store.blobs, started.weights)
     return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)
 
 
-def _put(blobs: Blobs, tensors: Mapping[str, object] | None) -> Blob | None:
-    if tensors is None:
-        return None
-    content = pack(tensors)  # type: ignore[arg-type]
+def _store_tensors(blobs: Blobs, tensors: Tensors) -> Blob:
+    content = pack(tensors)
     return Blob(sha256=blobs.put(content), length=len(content))
 
 
-def _loss(used: Sequence[Candidate], submissions: Sequence[tuple[Submission, Order]]) -> float:
-    return sum(c.share * s.loss_after for c, (s, _) in zip(used, submissions, strict=True))
+def _mean_loss(used: Sequence[Candidate], answers: Sequence[tuple[Submission, Order]]) -> float:
+    return sum(c.share * s.loss_after for c, (s, _) in zip(used, answers, strict=True))

@@ -25,7 +25,7 @@ from blocktrain.protocol.calls import Argument, Call
 from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.stages import KEPT_SECONDS, MAX_STAGES, StageList, StageNotice
-from blocktrain.store.blobs import is_name
+from blocktrain.store.contract import is_blob_name
 from blocktrain.web.guard import Access, Front, Handler, keys_of, number
 
 TICK_SECONDS = 0.2
@@ -93,7 +93,7 @@ class CoordinatorFront(Front):
         worker, block = getattr(request.state, "proven", ("", 0))
         if error.code in _UNPROVEN:
             worker, block = "", 0
-        self.coordinator.live.refused(error, worker, block)
+        self.coordinator.count_refusal(error, worker, block)
         headers = {"Connection": "close"} if error.code in _UNREAD else {}
         retry = 1.0 if error.code in _RETRY else None
         return json_response(m.refusal(error, retry), error.rule.status, headers)
@@ -163,7 +163,7 @@ class CoordinatorRoutes:
             # The ticket first: the bytes of a stranger are not read.
             self.coordinator.require_ticket(arguments["task"], arguments["ticket"])
             request.state.proven = self.coordinator.holder(arguments["task"])
-            limit = self.coordinator.live.policy.chunk_bytes
+            limit = self.coordinator.chunk_bytes
             arguments["content"] = await self.front.read_body(request, limit)
         elif call.request is not None:
             content = await self.front.read_body(request, m.MAX_JSON)
@@ -180,16 +180,15 @@ class CoordinatorRoutes:
 
     def _reply(self, reply: m.Message | None, received: int, worker: str) -> Response:
         response = json_response(reply) if reply is not None else JSONResponse({"ok": True})
-        self.coordinator.live.count(0, worker, received, len(response.body))
+        self.coordinator.count_bytes(0, worker, received, len(response.body))
         return response
 
     async def _blob(self, request: Request, _: Send) -> Response:
         """Bytes, whole or from a position on."""
         name = request.path_params["name"]
-        if not is_name(name):
+        if not is_blob_name(name):
             raise Refused(Code.NOT_FOUND, "a blob is named by 64 hex digits")
-        path, _block = await run_in_threadpool(self.coordinator.blob_path, name)
-        size = path.stat().st_size
+        size = await run_in_threadpool(self.coordinator.blob_size, name)
         headers = {
             "ETag": f'"{name}"',
             "Accept-Ranges": "bytes",

@@ -54,7 +54,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Before:
+class MergeContext:
     """What all updates of a merge are held against."""
 
     current: State
@@ -74,7 +74,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RejectedUpdate:
     """An update that did not pass a check."""
 
     id: str
@@ -83,23 +83,23 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The next version, or none with the reason why; `used` and `refused` together name every update."""
+class MergeResult:
+    """The next version, or none with the reason why; `used` and `rejected` together name every update."""
 
     state: dict[str, Array] | None
     momentum: dict[str, Array] | None
     used: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
+    rejected: tuple[RejectedUpdate, ...]
     norms: tuple[float, ...]  # to be handed to the next merge
     reason: str
 
 
-Check = Callable[[Before, Candidate], Candidate | Refusal]
-Combine = Callable[[Before, Sequence[Candidate], str], Wide]
-Guard = Callable[[Before, State, Sequence[Candidate]], str | None]
+Check = Callable[[MergeContext, Candidate], Candidate | RejectedUpdate]
+Combine = Callable[[MergeContext, Sequence[Candidate], str], Wide]
+Guard = Callable[[MergeContext, State, Sequence[Candidate]], str | None]
 
 
-def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
+def check_shape(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """Names, shapes and number types are those of the block."""
     update = candidate.update
     for kind, values in (("values", update.values), ("base", update.base)):
@@ -107,13 +107,13 @@ def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
             continue
         if set(values) != set(before.current):
             odd = sorted(set(values) ^ set(before.current))[0]
-            return Refusal(
+            return RejectedUpdate(
                 update.id, "wrong_shape", f"{kind}: the tensor {odd!r} is missing or unknown"
             )
         for name, expected in before.current.items():
             found = values[name]
             if found.shape != expected.shape:
-                return Refusal(
+                return RejectedUpdate(
                     update.id,
                     "wrong_shape",
                     f"{kind}: {name} has shape {found.shape}, the block has {expected.shape}",
@@ -121,13 +121,13 @@ def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
             if (
                 update.absolute and found.dtype != expected.dtype
             ) or found.dtype.kind != expected.dtype.kind:
-                return Refusal(
+                return RejectedUpdate(
                     update.id,
                     "wrong_shape",
                     f"{kind}: {name} is {found.dtype}, the block is {expected.dtype}",
                 )
     if update.tokens < 1 or not 0 < update.weight <= 1:
-        return Refusal(
+        return RejectedUpdate(
             update.id,
             "wrong_weight",
             f"{update.tokens} tokens with weight {update.weight} cannot be counted",
@@ -135,17 +135,17 @@ def check_shape(before: Before, candidate: Candidate) -> Candidate | Refusal:
     return candidate
 
 
-def check_finite(before: Before, candidate: Candidate) -> Candidate | Refusal:
+def check_finite(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """No NaN and no infinity."""
     for name in sorted(candidate.update.values):
         if not np.isfinite(candidate.update.values[name]).all():
-            return Refusal(
+            return RejectedUpdate(
                 candidate.update.id, "not_finite", f"{name} holds numbers that are not finite"
             )
     return candidate
 
 
-def clip_norm(before: Before, candidate: Candidate) -> Candidate | Refusal:
+def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """A delta much longer than the block's usual ones is shortened; its weight stays."""
     squares = []
     for name in sorted(before.current):
@@ -154,14 +154,16 @@ def clip_norm(before: Before, candidate: Candidate) -> Candidate | Refusal:
                 squares.append(float(np.sum(np.square(_delta(before, candidate.update, name)))))
     norm = math.sqrt(math.fsum(squares)) if all(math.isfinite(s) for s in squares) else math.inf
     if norm == math.inf:
-        return Refusal(candidate.update.id, "not_finite", "the length of the update is not finite")
+        return RejectedUpdate(
+            candidate.update.id, "not_finite", "the length of the update is not finite"
+        )
     o = before.options
     known = before.norms[-o.kept_norms :]
     limit = math.inf if o.clip is None or len(known) < o.clip_after else o.clip * median(known)
     return replace(candidate, norm=norm, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
 
 
-def weighted_mean(before: Before, candidates: Sequence[Candidate], name: str) -> Wide:
+def weighted_mean(before: MergeContext, candidates: Sequence[Candidate], name: str) -> Wide:
     """Of one tensor, by share; with a single candidate its share is exactly 1 and the mean is the proposal."""
     first, *others = candidates
     mean: Wide = first.share * proposal(
@@ -172,7 +174,7 @@ def weighted_mean(before: Before, candidates: Sequence[Candidate], name: str) ->
     return mean
 
 
-def guard_finite(before: Before, state: State, used: Sequence[Candidate]) -> str | None:
+def guard_finite(before: MergeContext, state: State, used: Sequence[Candidate]) -> str | None:
     """Finite updates can still add up to an overflow."""
     bad = [name for name in sorted(state) if not np.isfinite(state[name]).all()]
     return f"{bad[0]} would not be finite" if bad else None
@@ -187,63 +189,65 @@ class Steps:
     guards: tuple[Guard, ...] = (guard_finite,)
 
 
-def merge(before: Before, updates: Sequence[Update], steps: Steps | None = None) -> Merged:
+def merge(
+    before: MergeContext, updates: Sequence[Update], steps: Steps | None = None
+) -> MergeResult:
     """The next version of a block from all updates of its round."""
     steps = steps or Steps()
     ordered = sorted(updates, key=lambda u: u.id)
     if len({u.id for u in ordered}) != len(ordered):
         raise ValueError("the same update twice in one merge")
-    passed, refused = _checked(before, ordered, steps.checks)
+    passed, rejected = _checked(before, ordered, steps.checks)
     used = _shares(passed)
     if not used:
-        return Merged(
+        return MergeResult(
             None,
             None,
             (),
-            refused,
+            rejected,
             tuple(before.norms),
-            f"no update is left: {len(refused)} refused",
+            f"no update is left: {len(rejected)} refused",
         )
     state, momentum = _outer_step(before, used, steps.combine)
     for guard in steps.guards:
         if (problem := guard(before, state, used)) is not None:
             named = ", ".join(c.update.id for c in used)
-            return Merged(
+            return MergeResult(
                 None,
                 None,
                 used,
-                refused,
+                rejected,
                 tuple(before.norms),
                 f"not published: {problem}; merged were {named}",
             )
     # Norms count as clipped: otherwise long updates would slowly lift the limit.
     norms = (*before.norms, *(c.norm * c.scale for c in used))[-before.options.kept_norms :]
     clipped = sum(c.scale < 1 for c in used)
-    return Merged(
+    return MergeResult(
         state,
         momentum,
         used,
-        refused,
+        rejected,
         norms,
-        f"{len(used)} updates merged, {clipped} of them clipped, {len(refused)} refused",
+        f"{len(used)} updates merged, {clipped} of them clipped, {len(rejected)} refused",
     )
 
 
 def _checked(
-    before: Before, updates: Sequence[Update], checks: Sequence[Check]
-) -> tuple[list[Candidate], tuple[Refusal, ...]]:
+    before: MergeContext, updates: Sequence[Update], checks: Sequence[Check]
+) -> tuple[list[Candidate], tuple[RejectedUpdate, ...]]:
     passed: list[Candidate] = []
-    refused: list[Refusal] = []
+    rejected: list[RejectedUpdate] = []
     for update in updates:
-        candidate: Candidate | Refusal = Candidate(update)
+        candidate: Candidate | RejectedUpdate = Candidate(update)
         for check in checks:
             if isinstance(candidate, Candidate):
                 candidate = check(before, candidate)
         if isinstance(candidate, Candidate):
             passed.append(candidate)
         else:
-            refused.append(candidate)
-    return passed, tuple(refused)
+            rejected.append(candidate)
+    return passed, tuple(rejected)
 
 
 def _shares(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -252,7 +256,7 @@ def _shares(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(replace(c, share=c.update.tokens * c.update.weight / total) for c in candidates)
 
 
-def proposal(before: Before, candidate: Candidate, name: str) -> Wide:
+def proposal(before: MergeContext, candidate: Candidate, name: str) -> Wide:
     """The weights that an update proposes for one tensor, in float64."""
     update = candidate.update
     if update.absolute and update.base is None and candidate.scale == 1.0:
@@ -260,7 +264,7 @@ def proposal(before: Before, candidate: Candidate, name: str) -> Wide:
     return _wide(before.current[name]) + candidate.scale * _delta(before, update, name)
 
 
-def _delta(before: Before, update: Update, name: str) -> Wide:
+def _delta(before: MergeContext, update: Update, name: str) -> Wide:
     if not update.absolute:
         return _wide(update.values[name])
     return _wide(update.values[name]) - _wide(
@@ -269,7 +273,7 @@ def _delta(before: Before, update: Update, name: str) -> Wide:
 
 
 def _outer_step(
-    before: Before, used: Sequence[Candidate], combine: Combine
+    before: MergeContext, used: Sequence[Candidate], combine: Combine
 ) -> tuple[dict[str, Array], dict[str, Array] | None]:
     o = before.options
     state: dict[str, Array] = {}

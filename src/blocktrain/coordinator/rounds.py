@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from blocktrain.coordinator.state import (
     Action,
     BlockState,
-    Close,
     CloseEmpty,
+    CloseRound,
     Expire,
     Extend,
     Finish,
@@ -17,6 +18,7 @@ from blocktrain.coordinator.state import (
     Lease,
     Options,
     RunState,
+    WaitingUpdate,
 )
 
 
@@ -40,8 +42,8 @@ def decide(now: float, state: RunState, options: Options) -> tuple[tuple[Action,
             waiting.append(reason)
         else:
             actions.append(action)
-    over = finished(kept, options)
-    if over is not None and not any(isinstance(a, Close) for a in actions):
+    over = end_reason(kept, options)
+    if over is not None and not any(isinstance(a, CloseRound) for a in actions):
         actions.append(Finish(over))
     return tuple(actions), "; ".join([a.reason for a in actions] or waiting)
 
@@ -56,7 +58,7 @@ def _expiry(lease: Lease) -> Expire:
 
 def decide_round(
     now: float, state: RunState, options: Options, index: int
-) -> tuple[Close | Grace | Extend | CloseEmpty | None, str]:
+) -> tuple[CloseRound | Grace | Extend | CloseEmpty | None, str]:
     """What happens to the open round of one block, without a look at any other block."""
     block = state.blocks[index]
     current = block.round
@@ -105,7 +107,7 @@ def decide_round(
 
 def _grace_or_close(
     now: float, state: RunState, options: Options, index: int
-) -> tuple[Close | Grace | None, str]:
+) -> tuple[CloseRound | Grace | None, str]:
     block = state.blocks[index]
     current = block.round
     name = f"round {block.version} of block {index}"
@@ -135,8 +137,8 @@ def _grace_or_close(
     )
 
 
-def _close(index: int, block: BlockState, reason: str) -> tuple[Close, str]:
-    return Close(
+def _close(index: int, block: BlockState, reason: str) -> tuple[CloseRound, str]:
+    return CloseRound(
         index, block.version, tuple(sorted(u.id for u in block.round.updates)), reason
     ), reason
 
@@ -195,7 +197,7 @@ def spent(state: RunState, options: Options, index: int) -> float:
     return share
 
 
-def finished(state: RunState, options: Options) -> str | None:
+def end_reason(state: RunState, options: Options) -> str | None:
     """Why the run is over, or None. A stop that was asked for waits for the tasks that are still out."""
     if not state.blocks:
         return None
@@ -206,25 +208,37 @@ def finished(state: RunState, options: Options) -> str | None:
     return None
 
 
-def advanced(block: BlockState, used: frozenset[str], loss: float | None) -> BlockState:
+def advance_block(
+    block: BlockState, used: frozenset[str], loss: float | None, options: Options
+) -> BlockState:
     """The block after these updates of its open round became its next version.
 
-    Steps of replicas ran side by side: the schedule goes on by their mean, weighted as the merge weights them.
+    The steps of a block are its position on its learning-rate schedule. Replicas run side by side,
+    so the position moves by their mean, weighted as the merge weights them. It never moves past the
+    end of the schedule: a late update repeats steps that others have made in the meantime.
     """
     updates = sorted((u for u in block.round.updates if u.id in used), key=lambda u: u.id)
-    weights = [u.tokens * u.weight for u in updates]
-    steps = sum(u.steps * w for u, w in zip(updates, weights, strict=True)) / (sum(weights) or 1.0)
+    steps = block.steps + max(1, round(mean_steps(updates)))
+    if options.budget_steps is not None:
+        steps = max(block.steps, min(steps, options.budget_steps))
     return replace(
         block,
         version=block.version + 1,
-        steps=block.steps + max(1, round(steps)),
+        steps=steps,
         tokens=block.tokens + sum(u.tokens for u in updates),
         loss=block.loss if loss is None else loss,
     )
 
 
+def mean_steps(updates: Sequence[WaitingUpdate]) -> float:
+    """Steps by which these replicas advance their block."""
+    weights = [u.tokens * u.weight for u in updates]
+    weighted = sum(u.steps * w for u, w in zip(updates, weights, strict=True))
+    return weighted / (sum(weights) or 1.0)
+
+
 @dataclass(frozen=True)
-class Submission:
+class Claim:
     """What a worker says about its update, as far as the decision needs it."""
 
     worker: str
@@ -251,7 +265,7 @@ def staleness_weight(staleness: int, options: Options) -> float:
     return 1.0 if staleness <= 1 else options.decay**staleness
 
 
-def admit(now: float, state: RunState, options: Options, submission: Submission) -> Verdict:
+def judge(now: float, state: RunState, options: Options, submission: Claim) -> Verdict:
     """Whether an update counts, and how much. A repeated submission must have been answered from the store before."""
     s = submission
     block = state.blocks.get(s.block)
@@ -299,7 +313,7 @@ def admit(now: float, state: RunState, options: Options, submission: Submission)
     )
 
 
-def _mismatch(lease: Lease, s: Submission, options: Options) -> Verdict | None:
+def _mismatch(lease: Lease, s: Claim, options: Options) -> Verdict | None:
     if s.fence < lease.fence:
         return _refused(
             "stale_fence",

@@ -84,7 +84,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class WaitingUpdate:
     """An accepted update that waits for its round to close."""
 
     id: str
@@ -104,7 +104,7 @@ class RoundState:
     extended: bool = False
     grace_until: float | None = None
     attempt: int = 0  # how often it was closed empty
-    updates: tuple[Arrived, ...] = ()
+    updates: tuple[WaitingUpdate, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -210,7 +210,7 @@ class Extend:
 
 
 @dataclass(frozen=True)
-class Close:
+class CloseRound:
     """Merge these updates into the next version."""
 
     block: int
@@ -236,7 +236,7 @@ class Finish:
     reason: str
 
 
-Action = Expire | Grace | Extend | Close | CloseEmpty | Finish
+Action = Expire | Grace | Extend | CloseRound | CloseEmpty | Finish
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Postpone:
     """Nothing now; ask again after some seconds."""
 
     seconds: float
@@ -265,7 +265,7 @@ class Stop:
     reason: str
 
 
-Assignment = Grant | Wait | Stop
+Assignment = Grant | Postpone | Stop
 
 
 def with_block(state: RunState, index: int, block: BlockState) -> RunState:
@@ -295,7 +295,7 @@ def without_worker(state: RunState, worker: str) -> RunState:
     return replace(state, leases=leases, workers=workers)
 
 
-def granted(state: RunState, grant: Grant) -> RunState:
+def apply_grant(state: RunState, grant: Grant) -> RunState:
     """After a task was handed out."""
     lease = grant.lease
     block = state.blocks[lease.block]
@@ -311,8 +311,8 @@ def granted(state: RunState, grant: Grant) -> RunState:
     return replace(state, next_task=max(state.next_task, lease.task + 1))
 
 
-def arrived(
-    state: RunState, task: int, update: Arrived, deadline: float, seconds: float | None = None
+def add_update(
+    state: RunState, task: int, update: WaitingUpdate, deadline: float, seconds: float | None = None
 ) -> RunState:
     """After an update was accepted and recorded. `deadline` starts the round's clock if nobody has yet.
 
@@ -328,7 +328,7 @@ def arrived(
     return replace(state, leases={t: other for t, other in state.leases.items() if t != task})
 
 
-def published(state: RunState, index: int, block: BlockState, max_staleness: int) -> RunState:
+def apply_version(state: RunState, index: int, block: BlockState, max_staleness: int) -> RunState:
     """After a version was committed: a new round; tasks that can no longer count are forgotten."""
     state = with_block(state, index, replace(block, round=RoundState()))
     return replace(
@@ -341,7 +341,7 @@ def published(state: RunState, index: int, block: BlockState, max_staleness: int
     )
 
 
-def left_out(state: RunState, index: int, updates: frozenset[str]) -> RunState:
+def drop_updates(state: RunState, index: int, updates: frozenset[str]) -> RunState:
     """After a merge refused these updates without making a version: the round goes on without them."""
     block = state.blocks[index]
     kept = tuple(u for u in block.round.updates if u.id not in updates)
@@ -349,7 +349,7 @@ def left_out(state: RunState, index: int, updates: frozenset[str]) -> RunState:
 
 
 def apply(state: RunState, action: Action) -> RunState:
-    """After a decision that changes nothing but the state; Close is applied by `published`, when the merge is durable."""
+    """After a decision that changes nothing but the state; CloseRound is applied by `apply_version`, when the merge is durable."""
     if isinstance(action, Expire):
         lease = state.leases.get(action.task)
         return (
@@ -359,7 +359,7 @@ def apply(state: RunState, action: Action) -> RunState:
         )
     if isinstance(action, Finish):
         return replace(state, stopping=True)
-    if isinstance(action, Close):
+    if isinstance(action, CloseRound):
         return state
     block = state.blocks[action.block]
     if isinstance(action, Grace):

@@ -1,129 +1,162 @@
-"""Whether an update counts: the verdict on its claims, its bytes made durable, its content read. What is refused leaves nothing behind."""
+"""An update's way in: judged, made durable, checked, recorded. A refused one leaves nothing behind."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
+from dataclasses import replace
 
-from blocktrain.coordinator.rounds import Submission as Claim
-from blocktrain.coordinator.rounds import Verdict, admit
-from blocktrain.coordinator.run import LiveRun
+from blocktrain.coordinator import state
+from blocktrain.coordinator.recovery import waiting_update
+from blocktrain.coordinator.rounds import Claim, Verdict, deadline_after, judge
+from blocktrain.coordinator.run import TrainingRun, short
 from blocktrain.errors import Conflict
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.compression import open_update, payload_cap
-from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused
+from blocktrain.protocol.compression import check_update, payload_cap
+from blocktrain.protocol.ledger import UpdateFacts
+from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.contract import UpdateRecord
 
+SPEED_MEMORY = 0.7  # share of the old value in a worker's measured overhead
 
-def payload_limit(live: LiveRun, block: int) -> int:
+
+def payload_limit(run: TrainingRun, block: int) -> int:
     """The longest payload that an honest worker can send for a block."""
-    return payload_cap(live.schemas[block], live.policy.compression)
+    return payload_cap(run.schemas[block], run.policy.compression)
 
 
-def accept(live: LiveRun, message: m.Submission) -> bytes:
-    """Record an update and give its receipt, or refuse it and change nothing; the same (task, payload) gets the same receipt for ever.
+class UpdateIntake:
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+        self.arriving: Counter[str] = Counter()  # payloads that are durable and not recorded yet
 
-    The caller does not hold the lock: payloads become durable and are read while others are served. What was true before is asked again
-    in the end, when it counts.
-    """
-    with live.lock:
-        if (known := _known(live, message)) is not None:
-            return known
-        _judge(live, message)
-        live.arriving[message.payload_sha256] += 1
-    try:
-        _assemble(live, message)
-        return _take_in(live, message)
-    except Refused:
-        with live.lock:
-            if (
-                known := _known(live, message)
-            ) is not None:  # it came twice at once, and the other was faster
+    def accept(self, message: m.Submission) -> bytes:
+        """Record an update and give its receipt, or refuse it and change nothing.
+
+        The same task and payload get the same receipt for ever. The caller does not hold the lock:
+        payloads become durable and are read while others are served. What was decided before is
+        decided again in the end, when it counts.
+        """
+        run, name = self._run, message.payload_sha256
+        with run.lock:
+            if (known := self._known(message)) is not None:
                 return known
-        raise
-    finally:
-        with live.lock:
-            live.arriving[message.payload_sha256] -= 1
-            live.arriving += Counter()  # without those that are zero
+            self._judge(message)
+            self.arriving[name] += 1
+        try:
+            self._assemble(message)
+            return self._take_in(message)
+        except Refused:
+            with run.lock:
+                # It came twice at the same time, and the other one was faster.
+                if (known := self._known(message)) is not None:
+                    return known
+            raise
+        finally:
+            with run.lock:
+                self.arriving[name] -= 1
+                self.arriving += Counter()  # removes those that are zero
 
+    def _known(self, message: m.Submission) -> bytes | None:
+        """The receipt that was given before. The store is not asked while the task is out."""
+        if message.task in self._run.state.leases:
+            return None
+        known = self._run.store.answer(message.task, message.payload_sha256)
+        if known is not None and known.update.worker != message.worker:
+            raise Refused(Code.NOT_YOUR_TASK, f"another worker has answered task {message.task}")
+        return known.receipt if known else None
 
-def _known(live: LiveRun, message: m.Submission) -> bytes | None:
-    """The receipt that was given before; none, without a look into the store, while the task is out."""
-    if message.task in live.state.leases:
-        return None
-    known = live.store.answer(message.task, message.payload_sha256)
-    if known is not None and known.update.worker != message.worker:
-        raise Refused(Code.NOT_YOUR_TASK, f"task {message.task} was answered by another worker")
-    return known.receipt if known else None
-
-
-def _judge(live: LiveRun, message: m.Submission) -> Verdict:
-    """The verdict on what a submission claims; what does not count is refused."""
-    claim = Claim(
-        message.worker, message.task, message.fence, message.block, message.base, message.steps
-    )
-    verdict = admit(live.clock(), live.state, live.options, claim)
-    if not verdict.accepted:
-        answered = (
-            verdict.code == Code.UNKNOWN_TASK and live.store.answered(message.task) is not None
+    def _judge(self, message: m.Submission) -> Verdict:
+        """The verdict on what a submission claims. What does not count is refused."""
+        run = self._run
+        claim = Claim(
+            message.worker, message.task, message.fence, message.block, message.base, message.steps
         )
-        raise Refused(Code.TASK_ANSWERED if answered else Code(verdict.code), verdict.reason)
-    if message.tokens != message.steps * live.config.batch * live.config.context:
-        raise Refused(Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens")
-    for task in filter(None, (message.continued.optimizer, message.continued.residual)):
-        if (
-            live.store.answered(task) != message.block
-        ):  # such a state could not be computed again by anyone
+        verdict = judge(run.clock.monotonic(), run.state, run.options, claim)
+        if not verdict.accepted:
+            code = Code(verdict.code)
+            if code is Code.UNKNOWN_TASK and run.store.answered_block(message.task) is not None:
+                code = Code.TASK_ANSWERED
+            raise Refused(code, verdict.reason)
+        if message.tokens != message.steps * run.config.batch * run.config.context:
             raise Refused(
-                Code.MALFORMED,
-                f"the update continues task {task}, which has no accepted update of block {message.block}",
+                Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens"
             )
-    return verdict
+        for task in filter(None, (message.continued.optimizer, message.continued.residual)):
+            # Nobody could compute such a state again.
+            if run.store.answered_block(task) != message.block:
+                raise Refused(
+                    Code.MALFORMED,
+                    f"the update continues task {task}, "
+                    f"which has no accepted update of block {message.block}",
+                )
+        return verdict
 
-
-def _take_in(live: LiveRun, message: m.Submission) -> bytes:
-    """Record a payload that is on the disk, or remove it."""
-    try:
-        content = live.store.blobs.read(message.payload_sha256)
-        if len(content) != message.payload_length:
+    def _assemble(self, message: m.Submission) -> None:
+        """One durable blob of the chunks."""
+        run, blobs = self._run, self._run.store.blobs
+        limit = payload_limit(run, message.block)
+        if message.payload_length > limit:
             raise Refused(
-                Code.HASH_MISMATCH,
-                f"the chunks have {len(content)} bytes, not {message.payload_length}",
+                Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed"
             )
-        open_update(content, live.schemas[message.block], method=live.policy.compression)
-        with live.lock:
-            live.merging.wait(message.block)
-            live.store.require_open()
-            receipt = _record(live, live.clock(), message, _judge(live, message))
-        live.store.blobs.drop_chunks(message.task, message.fence)
-        return receipt
-    except Refused:
-        with live.lock:
-            _discard(live, message)
-        raise
+        plan = message.plan(run.policy.chunk_bytes)
+        have = blobs.chunks(message.task, message.fence)
+        if missing := plan.missing(have):
+            indices = ", ".join(map(str, missing[:20]))
+            raise Refused(Code.MISSING_CHUNKS, f"chunks {indices} of {plan.chunks}")
+        chunks = [have[i] for i in range(plan.chunks)]
+        try:
+            blobs.assemble(message.task, message.fence, chunks, message.payload_sha256)
+        except Conflict as error:
+            blobs.drop_chunks(message.task, message.fence)
+            raise Refused(Code.HASH_MISMATCH, str(error)) from None
 
+    def _take_in(self, message: m.Submission) -> bytes:
+        """Record a payload that is durable, or remove it."""
+        run = self._run
+        try:
+            content = run.store.blobs.read(message.payload_sha256)
+            if len(content) != message.payload_length:
+                raise Refused(
+                    Code.HASH_MISMATCH,
+                    f"the chunks have {len(content)} bytes, not {message.payload_length}",
+                )
+            check_update(content, run.schemas[message.block], method=run.policy.compression)
+            with run.lock:
+                run.wait_released(message.block)
+                run.store.require_open()
+                receipt = self._record(message, self._judge(message))
+            run.store.blobs.drop_chunks(message.task, message.fence)
+            return receipt
+        except Refused:
+            with run.lock:
+                self._discard(message)
+            raise
 
-def _record(live: LiveRun, now: float, message: m.Submission, verdict: Verdict) -> bytes:
-    lease = live.state.leases[message.task]
-    update = UpdateRecord(
-        task=message.task,
-        fence=message.fence,
-        block=message.block,
-        base=message.base,
-        worker=message.worker,
-        payload=message.payload_sha256,
-        size=message.payload_length,
-        tokens=message.tokens,
-        steps=message.steps,
-        seconds=now - lease.granted,
-        staleness=verdict.staleness,
-        weight=verdict.weight,
-        accepted=True,
-        code=verdict.code,
-    )
-
-    def receipt(entry: str) -> m.Receipt:
-        said = m.Receipt(
+    def _record(self, message: m.Submission, verdict: Verdict) -> bytes:
+        """One transaction: the update, its ledger entry, its receipt, and what follows from it."""
+        run = self._run
+        now = run.clock.monotonic()
+        update = UpdateRecord(
+            task=message.task,
+            fence=message.fence,
+            block=message.block,
+            base=message.base,
+            worker=message.worker,
+            payload=message.payload_sha256,
+            size=message.payload_length,
+            tokens=message.tokens,
+            steps=message.steps,
+            seconds=now - run.state.leases[message.task].granted,
+            staleness=verdict.staleness,
+            weight=verdict.weight,
+            accepted=True,
+            code=verdict.code,
+        )
+        content = UpdateFacts(submission=message, order=run.history.orders[message.task])
+        body = {**vars(update), "id": update.id, **content.model_dump(mode="json")}
+        entry = run.next_entry("update", body)
+        receipt = m.Receipt(
             run=message.run,
             worker=message.worker,
             task=message.task,
@@ -132,50 +165,54 @@ def _record(live: LiveRun, now: float, message: m.Submission, verdict: Verdict) 
             base=message.base,
             payload_sha256=message.payload_sha256,
             accepted=True,
-            sentence=verdict.reason[:MAX_SENTENCE],
+            sentence=short(verdict.reason),
             update=update.id,
             staleness=update.staleness,
             weight=update.weight,
-            entry=entry,
-            time=int(time.time() * 1000),
+            entry=entry.hash,
+            time=int(run.clock.time() * 1000),
         )
-        return live.identity.sign(said)
+        after = self._after(now, message, update)
+        try:
+            return run.save_update(after, update, entry, run.identity.sign(receipt), message.nonce)
+        except Conflict as error:
+            raise Refused(Code.REPLAYED, str(error)) from None
 
-    return live.record(now, message, update, verdict.reason, receipt)
-
-
-def _assemble(live: LiveRun, message: m.Submission) -> None:
-    """One durable blob of the chunks."""
-    limit = payload_limit(live, message.block)
-    if message.payload_length > limit:
-        raise Refused(
-            Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed"
-        )
-    plan = message.plan(live.policy.chunk_bytes)
-    blobs = live.store.blobs
-    have = blobs.chunks(message.task, message.fence)
-    if missing := plan.missing(have):
-        raise Refused(
-            Code.MISSING_CHUNKS, f"chunks {', '.join(map(str, missing[:20]))} of {plan.chunks}"
-        )
-    try:
-        blobs.assemble(
+    def _after(self, now: float, message: m.Submission, update: UpdateRecord) -> state.RunState:
+        run = self._run
+        block = run.state.blocks[message.block]
+        deadline = deadline_after(now, block, run.options, update.seconds)
+        return state.add_update(
+            self._with_speed(message, update),
             message.task,
-            message.fence,
-            [have[i] for i in range(plan.chunks)],
-            message.payload_sha256,
+            waiting_update(update),
+            deadline,
+            update.seconds,
         )
-    except Conflict as error:
-        blobs.drop_chunks(message.task, message.fence)
-        raise Refused(Code.HASH_MISMATCH, str(error)) from None
 
+    def _with_speed(self, message: m.Submission, update: UpdateRecord) -> state.RunState:
+        """The state with what this task says about its worker.
 
-def _discard(live: LiveRun, message: m.Submission) -> None:
-    """Nothing of a refused payload stays, unless the same bytes belong to another update."""
-    name = message.payload_sha256
-    live.store.blobs.drop_chunks(message.task, message.fence)
-    used = name in live.recall.public or any(
-        s.payload_sha256 == name for s, _ in live.recall.waiting.values()
-    )
-    if not used and live.arriving[name] == 1:
-        live.store.blobs.delete(name)
+        That is how long a step takes, and how much time everything else takes.
+        """
+        run = self._run
+        worker = run.state.workers.get(message.worker)
+        if worker is None or update.seconds is None or not 0 < message.seconds <= update.seconds:
+            return run.state
+        extra = update.seconds - message.seconds
+        overhead = SPEED_MEMORY * worker.overhead + (1 - SPEED_MEMORY) * extra
+        measured = replace(
+            worker,
+            seconds_per_step=message.seconds / message.steps,
+            overhead=min(overhead, run.options.task_seconds / 2),
+        )
+        return state.with_worker(run.state, measured)
+
+    def _discard(self, message: m.Submission) -> None:
+        """Nothing of a refused payload stays, unless the same bytes belong to another update."""
+        run, name = self._run, message.payload_sha256
+        run.store.blobs.drop_chunks(message.task, message.fence)
+        waiting = (submission for submission, _ in run.history.waiting.values())
+        used = name in run.history.public or any(s.payload_sha256 == name for s in waiting)
+        if not used and self.arriving[name] == 1:
+            run.store.blobs.delete(name)

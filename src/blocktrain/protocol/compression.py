@@ -72,7 +72,10 @@ class Compression(ABC):
 
     @abstractmethod
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
-        """Flat float32 tensors. Refuses values that `encode` never writes."""
+        """Flat float32 tensors, of values that were checked."""
+
+    def check(self, wire: Tensors, sizes: Sequence[int]) -> None:  # noqa: B027
+        """Refuse values that `encode` never writes. They have the layout and are finite."""
 
     def exponent(self, peak: float) -> int:
         """Puts the largest scale into [2**14, 2**15], so that fp16 keeps its precision."""
@@ -130,12 +133,13 @@ class Int8(Compression):
             "scales": _join([scales for _, scales in pairs], "<f2"),
         }
 
+    def check(self, wire: Tensors, sizes: Sequence[int]) -> None:
+        _check_scales(wire["scales"])
+        if (wire["values"] == -128).any():
+            raise Refused(Code.MALFORMED, "a level is -128; levels are -127 to 127")
+
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
         values, scales = wire["values"], wire["scales"]
-        if (scales < 0).any():
-            raise Refused(Code.NOT_FINITE, "a scale is negative")
-        if (values == -128).any():
-            raise Refused(Code.MALFORMED, "a level is -128; levels are -127 to 127")
         groups = _cut(scales, [_groups(size) for size in sizes])
         return [
             _dequantize(part, steps, exponent)
@@ -155,6 +159,10 @@ class Int4(Int8):
     def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
         wire = super().encode(tensors, exponent)
         return wire | {"values": _pack_nibbles(wire["values"])}
+
+    def check(self, wire: Tensors, sizes: Sequence[int]) -> None:
+        _check_nibbles(wire["values"], sum(sizes))
+        _check_scales(wire["scales"])
 
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
         values = _unpack_nibbles(wire["values"], sum(sizes))
@@ -217,6 +225,19 @@ def decompress(
     return update.tensors
 
 
+def check_update(
+    payload: bytes,
+    schema: Schema,
+    limits: TensorLimits = DEFAULT_LIMITS,
+    method: Method | None = None,
+) -> None:
+    """Refuse everything that `open_update` refuses, without decoding the values.
+
+    An int4 payload needs an eighth of the memory here that its tensors need.
+    """
+    _read_payload(payload, schema, limits, method)
+
+
 def open_update(
     payload: bytes,
     schema: Schema,
@@ -224,6 +245,19 @@ def open_update(
     method: Method | None = None,
 ) -> UpdateTensors:
     """The content of a payload that holds exactly the schema's tensors, by the given method."""
+    kind, found, exponent, wire = _read_payload(payload, schema, limits, method)
+    names = sorted(schema)
+    parts = found.decode(wire, [schema[name].size for name in names], exponent)
+    tensors = {
+        name: part.reshape(schema[name].shape) for name, part in zip(names, parts, strict=True)
+    }
+    return UpdateTensors(tensors, absolute=kind == "weights")
+
+
+def _read_payload(
+    payload: bytes, schema: Schema, limits: TensorLimits, method: Method | None
+) -> tuple[str, Compression, int, Tensors]:
+    """(delta or weights, method, exponent, tensors of the layout), all of them checked."""
     _require_float32(schema)
     if len(payload) > limits.payload_bytes:
         raise Refused(
@@ -236,12 +270,8 @@ def open_update(
     require_layout(layout, wire_schema(schema, found.name))
     wire = read_tensors(raw)
     check_finite(wire)
-    names = sorted(schema)
-    parts = found.decode(wire, [schema[name].size for name in names], exponent)
-    tensors = {
-        name: part.reshape(schema[name].shape) for name, part in zip(names, parts, strict=True)
-    }
-    return UpdateTensors(tensors, absolute=kind == "weights")
+    found.check(wire, [schema[name].size for name in sorted(schema)])
+    return kind, found, exponent, wire
 
 
 def wire_schema(schema: Schema, method: Method) -> Layout:
@@ -352,14 +382,23 @@ def _pack_nibbles(levels: Array) -> Array:
     return codes[0::2] | (codes[1::2] << 4)
 
 
+def _check_scales(scales: Array) -> None:
+    if (scales < 0).any():
+        raise Refused(Code.NOT_FINITE, "a scale is negative")
+
+
+def _check_nibbles(packed: Array, size: int) -> None:
+    low, high = packed & 15, packed >> 4
+    if (low == 0).any() or (high == 0).any() or (size % 2 and high[-1] != 8):
+        raise Refused(
+            Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15"
+        )
+
+
 def _unpack_nibbles(packed: Array, size: int) -> Array:
     codes = np.empty(2 * packed.size, np.int8)
     codes[0::2] = packed & 15
     codes[1::2] = packed >> 4
-    if (codes == 0).any() or (size % 2 and codes[-1] != 8):
-        raise Refused(
-            Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15"
-        )
     return codes[:size] - np.int8(8)
 
 

@@ -6,7 +6,6 @@ depends on time: the weights are those of a plain training loop, bit for bit.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -139,8 +138,7 @@ def _coordinator(plan: Plan) -> Iterator[WatchedCoordinator]:
         folder = corpus_folder(state, corpus)
         folder.mkdir(parents=True, exist_ok=True)
         for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
-            with suppress(OSError):  # a link instead of a copy, where the disk has links
-                os.link(coordinator.blob_path(blob.sha256)[0], folder / name)
+            coordinator.export_blob(blob.sha256, folder / name)
         yield coordinator
     finally:
         coordinator.close()

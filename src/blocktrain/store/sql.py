@@ -1,6 +1,7 @@
-"""The embedded store: SQLite for what is counted, a folder for what is heavy. One process at a time, one connection, nothing lost.
+"""The embedded store: SQLite for the records, a folder for the blobs.
 
-Order of durability: blob -> one transaction -> acknowledgement. After the first write that fails, nothing is written any more.
+One process and one connection at a time. Order of durability: blob, then one transaction, then the
+acknowledgement. After the first write that fails, nothing is written any more.
 """
 
 from __future__ import annotations
@@ -11,53 +12,57 @@ import os
 import sqlite3
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from blocktrain.coordinator.state import RunState
 from blocktrain.errors import Conflict, FolderInUse, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
-from blocktrain.store import rows, tables
-from blocktrain.store.blobs import Blobs
+from blocktrain.protocol.identity import canonical_json
+from blocktrain.protocol.ledger import LedgerEntry
+from blocktrain.store import schema
+from blocktrain.store.blobs import FolderBlobReader, FolderBlobs
 from blocktrain.store.contract import (
     NOTHING,
-    Answer,
+    ByteCount,
     Changes,
-    Traffic,
+    LeaseRecord,
+    RoundRecord,
+    StoredAnswer,
+    StoredRun,
     UpdateRecord,
     VersionRecord,
     WorkerRecord,
+    link_entry,
+    require_link,
+    require_settled,
+    require_successor,
 )
-from blocktrain.store.ledger import Entry, Note, canonical, verify
-from blocktrain.store.statements import Statement, driver
 
 DATABASE = "run.sqlite"
-_EPOCH = Statement(sa.select(tables.meta.c.run_id, tables.meta.c.epoch))
+_LEDGER = "SELECT seq, kind, body, previous, hash FROM ledger WHERE seq > ? ORDER BY seq LIMIT ?"
+_CONTRIBUTIONS = (
+    "SELECT worker, count(*), sum(tokens) FROM updates WHERE applied IS NOT NULL GROUP BY worker"
+)
 
 
-def open_store(folder: Path, run_id: str | None = None) -> EmbeddedStore:
-    """Open a store or make a new one; refused while another coordinator has it, or if it holds another run."""
+def lock_folder(folder: Path) -> IO[str]:
+    """Make the folder this process's own, as long as the file is open.
+
+    A forked child would hold the lock too: start children by spawn.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        file = (folder / "lock").open("a+", encoding="ascii")
     except OSError as error:
         raise RunError(f"cannot use the folder {folder}: {error.strerror or error}") from None
-    try:
-        return EmbeddedStore(folder, lock, run_id)
-    except BaseException:
-        lock.close()
-        raise
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Held as long as the file is open. A forked child would hold it too: start children by spawn."""
-    file = (folder / "lock").open("a+", encoding="ascii")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,116 +89,133 @@ def _engine(path: Path) -> Engine:
 
     @sa.event.listens_for(engine, "connect")
     def _connect(connection: sqlite3.Connection, _: Any) -> None:
-        connection.isolation_level = None  # the driver shall not begin transactions on its own
+        connection.isolation_level = None  # the driver must not begin transactions by itself
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @sa.event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        driver(connection).execute("BEGIN IMMEDIATE")
+        schema.driver(connection).execute("BEGIN IMMEDIATE")
 
     return engine
 
 
-class EmbeddedStore:
-    """See `records.Store` for what each method promises."""
+class SqlStore:
+    """See `contract.Store` for what each method promises."""
 
-    def __init__(self, folder: Path, lock: IO[str], run_id: str | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run_id: str | None = None) -> None:
+        self.address = str(folder.resolve())
         self.run_id = ""
         self.epoch = 0
-        self._lock_file = lock
+        self._folder = folder
         self._mutex = threading.RLock()
         self._failed: str | None = None
-        self._engine = _engine(folder / DATABASE)
-        self._opened = False
+        self._ours = False  # the epoch is ours, and every transaction checks it
+        self._lock_file = lock_folder(folder)
+        try:
+            self._engine = _engine(folder / DATABASE)
+            self._open(run_id)
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def _open(self, run_id: str | None) -> None:
         try:
             with self._transaction() as db:
                 self._take_over(db, run_id)
-            self._opened = True
-            sync_folder(folder)
-            self.blobs = Blobs(folder, self._fail)
+            self._ours = True
+            sync_folder(self._folder)
+            self.blobs = FolderBlobs(self._folder, self._fail)
             self._mark_blobs()
         except OSError as error:
             self._engine.dispose()
             raise StorageFailed(
-                f"cannot open the store in {folder}: {error.strerror or error}"
+                f"cannot open the store in {self._folder}: {error.strerror or error}"
             ) from error
         except BaseException:
             self._engine.dispose()
             raise
 
     def _take_over(self, db: Connection, run_id: str | None) -> None:
-        tables.create(db)
-        row = db.execute(sa.select(tables.meta)).one_or_none()
+        schema.create_tables(db)
+        row = db.execute(sa.select(schema.meta)).one_or_none()
         if row is None:
             self.run_id, self.epoch = run_id or uuid.uuid4().hex, 1
-            db.execute(
-                tables.meta.insert().values(id=1, schema=tables.SCHEMA, run_id=self.run_id, epoch=1)
-            )
+            values = {"id": 1, "schema": schema.SCHEMA, "run_id": self.run_id, "epoch": 1}
+            db.execute(schema.meta.insert().values(values))
             return
-        if row.schema != tables.SCHEMA:
+        if row.schema != schema.SCHEMA:
             raise RunError(
-                f"{self.folder} was written by another BlockTrain (schema {row.schema}, this one reads {tables.SCHEMA})"
+                f"{self._folder} was written by another BlockTrain "
+                f"(schema {row.schema}, this one reads {schema.SCHEMA})"
             )
         if run_id is not None and run_id != row.run_id:
             raise RunError(
-                f"{self.folder} holds the run {row.run_id}, not {run_id}: is the right folder mounted?"
+                f"{self._folder} holds the run {row.run_id}, not {run_id}: "
+                "is the right folder mounted?"
             )
         self.run_id, self.epoch = row.run_id, row.epoch + 1
-        db.execute(tables.meta.update().values(epoch=self.epoch))
+        db.execute(schema.meta.update().values(epoch=self.epoch))
 
     def _mark_blobs(self) -> None:
         """The run's id beside the blobs, so that a swapped blob folder is noticed."""
-        mark = self.folder / "blobs" / "RUN"
+        mark = self._folder / "blobs" / "RUN"
         if not mark.exists():
-            if self.version_count():
+            with self._transaction() as db:
+                count = sa.select(sa.func.count()).select_from(schema.versions)
+                versions = db.execute(count).scalar_one()
+            if versions:
                 raise RunError(
-                    f"the blobs of run {self.run_id} are missing in {mark.parent}: is the right folder mounted?"
+                    f"the blobs of run {self.run_id} are missing in {mark.parent}: "
+                    "is the right folder mounted?"
                 )
             write_atomic(mark, self.run_id.encode())
         elif mark.read_text(encoding="ascii") != self.run_id:
             raise RunError(
-                f"{mark.parent} belongs to another run than {self.folder / DATABASE}: is the right folder mounted?"
+                f"{mark.parent} belongs to another run than {self._folder / DATABASE}: "
+                "is the right folder mounted?"
             )
 
     def _fail(self, why: str) -> str:
-        """After the first failure nothing is read or written any more, and everyone is told why."""
+        """After the first failure nothing is read or written, and every caller learns why."""
         self._failed = self._failed or why
         return why
 
     def require_open(self) -> None:
-        """Raise if it was closed, with what went wrong."""
         if self._failed:
-            raise StorageFailed(f"the store in {self.folder} is closed: {self._failed}")
+            raise StorageFailed(f"the store in {self._folder} is closed: {self._failed}")
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        """One transaction of this epoch; commits at the end, or raises and has changed nothing that was acknowledged."""
+        """One transaction of this epoch. It commits at the end, or changes nothing and raises."""
         with self._mutex:
             self.require_open()
             try:
                 with self._engine.begin() as db:
-                    if self._opened:
+                    if self._ours:
                         self._check_epoch(db)
                     yield db
             except (IntegrityError, sqlite3.IntegrityError) as error:
-                raise Conflict(
-                    f"the store refused a change: {error.orig if isinstance(error, IntegrityError) else error}"
-                ) from error
+                cause = error.orig if isinstance(error, IntegrityError) else error
+                raise Conflict(f"the store refused a change: {cause}") from error
             except (DBAPIError, sqlite3.Error) as error:
                 cause = error.orig if isinstance(error, DBAPIError) else error
-                why = f"cannot commit to {self.folder / DATABASE}: {cause}; free space or repair it, then start again"
+                why = (
+                    f"cannot commit to {self._folder / DATABASE}: {cause}; "
+                    "free space or repair it, then start again"
+                )
                 raise StorageFailed(self._fail(why)) from error
 
     def _check_epoch(self, db: Connection) -> None:
-        run_id, epoch = _EPOCH.run(db, {}).fetchone()
+        run_id, epoch = schema.EPOCH.run(db, {}).fetchone()
         if (run_id, epoch) != (self.run_id, self.epoch):
-            why = f"{self.folder} was taken over by another coordinator (epoch {epoch}, ours was {self.epoch}); exit"
+            why = (
+                f"{self._folder} was taken over by another coordinator "
+                f"(epoch {epoch}, ours was {self.epoch}); exit"
+            )
             raise StorageFailed(self._fail(why))
 
     def close(self) -> None:
-        """Let another coordinator open it."""
         with self._mutex:
             self._failed = self._failed or "it was closed"
             with suppress(DBAPIError):
@@ -201,182 +223,297 @@ class EmbeddedStore:
             self._lock_file.close()
 
     def create_run(self, document: dict[str, Any]) -> bool:
-        """Begin the run, or find that it is the same one (False); another document is a Conflict."""
-        text = canonical(document)
+        text = canonical_json(document)
         with self._transaction() as db:
-            stored = db.execute(sa.select(tables.meta.c.document)).scalar_one()
+            stored = db.execute(sa.select(schema.meta.c.document)).scalar_one()
             if stored is not None:
                 if stored != text:
                     raise Conflict(
-                        f"{self.folder} holds a run with other settings: continue it with its own, or choose another folder"
+                        f"{self._folder} holds a run with other settings: "
+                        "continue it with its own, or choose another folder"
                     )
                 return False
-            db.execute(tables.meta.update().values(document=text))
-            rows.append(db, Note("run", {**document, "run": self.run_id}))
+            db.execute(schema.meta.update().values(document=text))
+            _append(db, link_entry(_head(db), "run", {**document, "run": self.run_id}))
             return True
 
     def run(self) -> dict[str, Any] | None:
-        """The run's document."""
         with self._transaction() as db:
-            stored = db.execute(sa.select(tables.meta.c.document)).scalar_one()
+            stored = db.execute(sa.select(schema.meta.c.document)).scalar_one()
         return None if stored is None else json.loads(stored)
 
-    def save(self, now: float, changes: Changes) -> tuple[Entry, ...]:
-        """Commit changes of state; the entries of its notes."""
+    def save(self, changes: Changes) -> None:
         with self._transaction() as db:
-            return rows.write_changes(db, now, changes)
+            _write_changes(db, changes)
 
     def record_update(
-        self,
-        now: float,
-        update: UpdateRecord,
-        receipt: Callable[[Entry], bytes],
-        extra: dict[str, Any],
-        changes: Changes = NOTHING,
-    ) -> Answer:
-        """Record an update and its receipt once; the same key gets the stored answer for ever."""
-        if update.accepted and not self.blobs.has(update.payload):
-            raise Conflict(
-                f"the payload of update {update.id} is not stored"
-            )  # the blob comes first
+        self, update: UpdateRecord, entry: LedgerEntry, receipt: bytes, changes: Changes = NOTHING
+    ) -> StoredAnswer:
+        if not self.blobs.has(update.payload):
+            raise Conflict(f"the payload {update.payload} is not stored")
         with self._transaction() as db:
-            if (known := rows.read_answer(db, update.task, update.payload)) is not None:
+            if (known := _read_answer(db, update.task, update.payload)) is not None:
                 return known
             if update.accepted:
-                rows.finish_task(db, update)
-            entry = rows.append(db, Note("update", {**rows.update_body(update), **extra}))
-            content = receipt(entry)
-            rows.put_update(db, update, entry.seq, content)
-            rows.write_changes(db, now, changes)
-        return Answer(update, content, repeated=False)
+                _finish_task(db, update)
+            _append(db, entry)
+            _put_update(db, update, entry.seq, receipt)
+            _write_changes(db, changes)
+        return StoredAnswer(update, receipt, repeated=False)
 
-    def answer(self, task: int, payload: str) -> Answer | None:
-        """The answer that was given to a submission."""
+    def answer(self, task: int, payload: str) -> StoredAnswer | None:
         with self._transaction() as db:
-            return rows.read_answer(db, task, payload)
+            return _read_answer(db, task, payload)
 
-    def answered(self, task: int) -> int | None:
-        """The block of a task that has an accepted update."""
-        found = sa.select(tables.updates.c.block).where(
-            tables.updates.c.task == task, tables.updates.c.accepted == 1
-        )
+    def answered_block(self, task: int) -> int | None:
+        u = schema.updates.c
+        accepted = sa.select(u.block).where(u.task == task, u.accepted == 1)
         with self._transaction() as db:
-            return db.execute(found).scalar_one_or_none()
+            return db.execute(accepted).scalar_one_or_none()
 
     def publish_version(
         self,
-        now: float,
         version: VersionRecord,
+        entry: LedgerEntry,
         applied: Sequence[str],
-        dropped: Mapping[str, str],
-        extra: dict[str, Any],
         changes: Changes = NOTHING,
-    ) -> Entry:
-        """Commit a version with the updates it was made of; every accepted update of its block is applied or dropped."""
+    ) -> None:
         for name in filter(None, (version.weights, version.momentum)):
             if not self.blobs.has(name):
                 raise Conflict(f"the blob {name} of version {version.version} is not stored")
         with self._transaction() as db:
-            parent = rows.read_version(db, version.block, None)
-            if version.version != (parent.version + 1 if parent else 0):
-                raise Conflict(
-                    f"version {version.version} of block {version.block} does not follow {parent.version if parent else 'nothing'}"
-                )
-            rows.settle_updates(db, version, applied, dropped)
-            body = {**rows.version_body(version), "parent": parent.weights if parent else None}
-            entry = rows.append(
-                db,
-                Note(
-                    "version",
-                    {**body, "applied": sorted(applied), "dropped": dict(dropped), **extra},
-                ),
-            )
-            rows.put_version(db, version, entry.seq)
-            rows.write_changes(db, now, changes)
-            return entry
+            require_successor(version, _read_version(db, version.block, None))
+            require_settled(version, applied, changes, _read_pending(db, version.block))
+            rows = ({"name": name, "version": version.version} for name in applied)
+            schema.APPLY_UPDATE.run_each(db, rows)
+            _append(db, entry)
+            norms = json.dumps(version.norms)
+            schema.PUT_VERSION.run(db, {**vars(version), "norms": norms, "entry": entry.seq})
+            schema.END_ROUND.run(db, {"block": version.block})
+            _write_changes(db, changes)
 
     def version(self, block: int, version: int | None = None) -> VersionRecord | None:
-        """A version of a block; the newest if none is named."""
         with self._transaction() as db:
-            return rows.read_version(db, block, version)
-
-    def version_count(self) -> int:
-        """Versions of all blocks."""
-        with self._transaction() as db:
-            return db.execute(sa.select(sa.func.count()).select_from(tables.versions)).scalar_one()
+            return _read_version(db, block, version)
 
     def pending(self, block: int) -> tuple[UpdateRecord, ...]:
-        """Accepted updates that are not yet merged, sorted by id."""
         with self._transaction() as db:
-            return tuple(rows.read_pending(db, block))
+            return _read_pending(db, block)
 
-    def ledger(self, after: int = 0, limit: int = 1000) -> list[Entry]:
-        """Entries after a number."""
+    def ledger(self, after: int = 0, limit: int | None = None) -> list[LedgerEntry]:
         with self._transaction() as db:
-            found = db.execute(
-                sa.select(tables.ledger)
-                .where(tables.ledger.c.seq > after)
-                .order_by(tables.ledger.c.seq)
-                .limit(limit)
-            )
-            return [rows.entry(row) for row in found]
+            rows = schema.driver(db).execute(_LEDGER, (after, -1 if limit is None else limit))
+            return [_entry(row) for row in rows]
 
-    def head(self) -> Entry | None:
-        """The newest entry."""
+    def head(self) -> LedgerEntry | None:
         with self._transaction() as db:
-            return rows.head(db)
+            return _head(db)
 
     def workers(self) -> list[WorkerRecord]:
-        """Everyone who has ever joined."""
         with self._transaction() as db:
-            return rows.read_workers(db, 0.0)
+            return _read_workers(db)
 
-    def traffic(self) -> list[Traffic]:
-        """Bytes in and out, per block and worker."""
+    def byte_counts(self) -> list[ByteCount]:
+        c = schema.counters.c
         with self._transaction() as db:
-            found = db.execute(
-                sa.select(tables.counters).order_by(
-                    tables.counters.c.block, tables.counters.c.worker
-                )
-            )
-            return [Traffic(row.block, row.worker, row.bytes_in, row.bytes_out) for row in found]
+            rows = db.execute(sa.select(schema.counters).order_by(c.block, c.worker))
+            return [ByteCount(row.block, row.worker, row.bytes_in, row.bytes_out) for row in rows]
 
     def contributions(self) -> dict[str, tuple[int, int]]:
-        """Updates and tokens that became part of a version, per worker."""
-        u = tables.updates.c
-        query = (
-            sa.select(u.worker, sa.func.count(), sa.func.sum(u.tokens))
-            .where(u.applied.is_not(None))
-            .group_by(u.worker)
-        )
         with self._transaction() as db:
-            return {worker: (count, tokens) for worker, count, tokens in db.execute(query)}
+            rows = schema.driver(db).execute(_CONTRIBUTIONS)
+            return {worker: (count, tokens) for worker, count, tokens in rows}
 
     def forget_nonces(self, before: float) -> int:
-        """Drop nonces that are too old to be accepted anyway."""
+        old = schema.nonces.delete().where(schema.nonces.c.stamp < before)
         with self._transaction() as db:
-            return db.execute(tables.nonces.delete().where(tables.nonces.c.stamp < before)).rowcount
+            return db.execute(old).rowcount
 
-    def recover(self, now: float, fusion: int | None = None) -> RunState:
-        """The state as of the last commit; times left are counted from now."""
+    def recover(self, kept_times: int) -> StoredRun:
+        t, v = schema.tasks.c, schema.versions.c
         with self._transaction() as db:
-            return rows.read_state(db, now, fusion)
+            highest = sa.select(t.block, sa.func.max(t.number)).group_by(t.block)
+            numbers = {block: number + 1 for block, number in db.execute(highest)}
+            blocks = list(db.execute(sa.select(v.block).distinct().order_by(v.block)).scalars())
+            newest = [_read_version(db, block, None) for block in blocks]
+            out = sa.select(schema.tasks).where(t.status.in_(("open", "expired"))).order_by(t.task)
+            last = db.execute(sa.select(sa.func.max(t.task))).scalar_one() or 0
+            rounds = db.execute(sa.select(schema.rounds).order_by(schema.rounds.c.block))
+            return StoredRun(
+                versions=tuple(version for version in newest if version),
+                rounds=tuple(_round(row) for row in rounds),
+                leases=tuple(_lease(row) for row in db.execute(out)),
+                workers=tuple(_read_workers(db)),
+                pending=tuple(u for block in blocks for u in _read_pending(db, block)),
+                task_seconds={block: _read_times(db, block, kept_times) for block in blocks},
+                next_numbers=numbers,
+                next_task=last + 1,
+            )
 
 
-def read_ledger(folder: Path) -> list[Entry]:
-    """All entries of a store that may be in use by its coordinator, verified; takes no lock and writes nothing."""
-    path = folder / DATABASE
-    if not path.is_file():
-        raise RunError(f"{folder} holds no run of a coordinator")
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+class SqlReader:
+    """A store that is only read: no lock, and nothing is written beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / DATABASE
+        if not self._path.is_file():
+            raise RunError(f"{folder} holds no run of a coordinator")
+        self.blobs = FolderBlobReader(folder)
+        # A reader of a database that nobody has open would leave files beside it. Without a -wal
+        # file nobody is writing.
+        idle = not self._path.with_name(f"{DATABASE}-wal").exists()
+        address = f"{self._path.resolve().as_uri()}?{'immutable=1' if idle else 'mode=ro'}"
+        try:
+            self._db = sqlite3.connect(address, uri=True, isolation_level=None)
+            self._db.execute("BEGIN")  # all is read as of the commit that the first query sees
+            self._db.execute("SELECT run_id FROM meta").fetchone()
+        except sqlite3.Error as error:
+            raise RunError(f"cannot read {self._path}: {error}") from None
+
+    def run(self) -> dict[str, Any] | None:
+        (document,) = self._rows("SELECT document FROM meta")[0]
+        return None if document is None else json.loads(document)
+
+    def ledger(self, after: int = 0, limit: int | None = None) -> list[LedgerEntry]:
+        return [_entry(row) for row in self._rows(_LEDGER, after, -1 if limit is None else limit)]
+
+    def contributions(self) -> dict[str, tuple[int, int]]:
+        return {worker: (count, tokens) for worker, count, tokens in self._rows(_CONTRIBUTIONS)}
+
+    def _rows(self, query: str, *values: int) -> list[Any]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise RunError(f"cannot read {self._path}: {error}") from None
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _entry(row: Sequence[Any]) -> LedgerEntry:
+    seq, kind, body, previous, digest = row
     try:
-        found = connection.execute(
-            "SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq"
-        ).fetchall()
-    except sqlite3.Error as error:
-        raise RunError(f"cannot read {path}: {error}") from None
-    finally:
-        connection.close()
-    entries = [Entry(*row) for row in found]
-    verify(entries)
-    return entries
+        return LedgerEntry(seq=seq, kind=kind, body=body, previous=previous, hash=digest)
+    except ValidationError:
+        raise RunError(
+            f"entry {seq} of the ledger is of no known form; was it written by a newer BlockTrain?"
+        ) from None
+
+
+def _head(db: Connection) -> LedgerEntry | None:
+    row = schema.HEAD.run(db, {}).fetchone()
+    return _entry(row) if row else None
+
+
+def _append(db: Connection, entry: LedgerEntry) -> None:
+    require_link(_head(db), entry)
+    schema.APPEND.run(db, dict(entry))
+
+
+def _write_changes(db: Connection, changes: Changes) -> None:
+    for lease in changes.leases:
+        _write_lease(db, lease)
+    times = changes.times  # one statement for all: this is done every few seconds for every lease
+    schema.PUT_TIMES.run_each(
+        db,
+        (
+            {"of": x.task, "with_fence": x.fence, "passed": x.age, "left": x.remaining}
+            for x in times
+        ),
+    )
+    for task in changes.lost:
+        schema.LOSE_TASK.run(db, {"of": task})
+    for name, reason in changes.dropped.items():
+        if schema.DROP_UPDATE.run(db, {"name": name, "reason": reason}).rowcount != 1:
+            raise Conflict(f"the update {name} does not wait for a merge and cannot be dropped")
+    for current in changes.rounds:
+        schema.PUT_ROUND.run(db, {**vars(current), "extended": int(current.extended)})
+    for worker in changes.workers:
+        schema.PUT_WORKER.run(db, {**vars(worker), "kicked": int(worker.kicked)})
+    schema.ADD_BYTES.run_each(db, map(vars, changes.counts))
+    for used in changes.nonces:
+        row = {"worker": used.worker, "nonce": used.nonce, "stamp": used.time}
+        schema.PUT_NONCE.run(db, row)
+    for entry in changes.entries:
+        _append(db, entry)
+
+
+def _write_lease(db: Connection, lease: LeaseRecord) -> None:
+    """A fence never goes down, and belongs to one worker. A finished task stays finished."""
+    stored = schema.TASK.run(db, {"task": lease.task}).fetchone()
+    if stored is not None:
+        status, fence, worker = stored
+        if status in ("done", "lost"):
+            raise Conflict(f"task {lease.task} is over")
+        if lease.fence < fence or (lease.fence == fence and lease.worker != worker):
+            raise Conflict(
+                f"task {lease.task} has the fence {fence} of {worker}, "
+                f"not {lease.fence} of {lease.worker}"
+            )
+    values = {k: v for k, v in vars(lease).items() if k != "expired"}
+    status = "expired" if lease.expired else "open"
+    schema.PUT_TASK.run(db, {**values, "trained": int(lease.trained), "status": status})
+
+
+def _finish_task(db: Connection, update: UpdateRecord) -> None:
+    """The fence is checked where it counts: in the transaction that accepts."""
+    key = ("task", "fence", "worker", "block", "base")
+    its = {f"its_{name}": getattr(update, name) for name in key}
+    if schema.FINISH_TASK.run(db, its).rowcount != 1:
+        raise Conflict(
+            f"task {update.task} is not out with fence {update.fence} for {update.worker}"
+        )
+
+
+def _put_update(db: Connection, update: UpdateRecord, entry: int, receipt: bytes) -> None:
+    row = {**vars(update), "id": update.id, "accepted": int(update.accepted), "entry": entry}
+    schema.PUT_UPDATE.run(db, {**row, "applied": None, "dropped": None})
+    schema.PUT_RECEIPT.run(db, {"update": update.id, "content": receipt})
+
+
+def _update(row: Sequence[Any]) -> UpdateRecord:
+    record = UpdateRecord(*row)
+    return replace(record, accepted=bool(record.accepted))
+
+
+def _read_answer(db: Connection, task: int, payload: str) -> StoredAnswer | None:
+    row = schema.ANSWER.run(db, {"task": task, "payload": payload}).fetchone()
+    return StoredAnswer(_update(row[:-1]), row[-1], repeated=True) if row else None
+
+
+def _read_pending(db: Connection, block: int) -> tuple[UpdateRecord, ...]:
+    return tuple(_update(row) for row in schema.PENDING.run(db, {"block": block}))
+
+
+def _read_version(db: Connection, block: int, version: int | None) -> VersionRecord | None:
+    if version is None:
+        row = schema.NEWEST.run(db, {"block": block}).fetchone()
+    else:
+        row = schema.VERSION.run(db, {"block": block, "version": version}).fetchone()
+    if row is None:
+        return None
+    stored = dict(zip(VersionRecord.__dataclass_fields__, row, strict=True))
+    return VersionRecord(**{**stored, "norms": tuple(json.loads(stored["norms"]))})
+
+
+def _read_workers(db: Connection) -> list[WorkerRecord]:
+    rows = db.execute(sa.select(schema.workers).order_by(schema.workers.c.id))
+    return [WorkerRecord(**{**row._asdict(), "kicked": bool(row.kicked)}) for row in rows]
+
+
+def _read_times(db: Connection, block: int, count: int) -> tuple[float, ...]:
+    """Seconds of the last accepted tasks, oldest first."""
+    u = schema.updates.c
+    timed = (u.block == block, u.accepted == 1, u.seconds.is_not(None))
+    newest = sa.select(u.seconds).where(*timed).order_by(u.entry.desc()).limit(count)
+    return tuple(reversed(list(db.execute(newest).scalars())))
+
+
+def _round(row: sa.Row[Any]) -> RoundRecord:
+    return RoundRecord(**{**row._asdict(), "extended": bool(row.extended)})
+
+
+def _lease(row: sa.Row[Any]) -> LeaseRecord:
+    values = {k: v for k, v in row._asdict().items() if k != "status"}
+    expired = row.status == "expired"
+    return LeaseRecord(**{**values, "trained": bool(row.trained), "expired": expired})

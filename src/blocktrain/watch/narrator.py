@@ -13,7 +13,7 @@ from blocktrain.protocol.refusals import Refused
 from blocktrain.watch.feed import Feed
 
 if TYPE_CHECKING:
-    from blocktrain.coordinator.run import LiveRun
+    from blocktrain.coordinator.run import TrainingRun
 
 FOLD_SECONDS = 1.0  # refusals of one code and worker within this time are one event
 LOOK_SECONDS = 1.0  # how often it is looked who is lost or back
@@ -49,51 +49,50 @@ class Narrator:
         self._mutex = threading.Lock()  # of the folds: refusals come from the door
         self._looked = self._since = 0.0
 
-    def started(self, live: LiveRun) -> None:
+    def started(self, run: TrainingRun) -> None:
         """A run, new or taken up again."""
-        config, again = live.config, {} if self.feed.empty else {"restart": True}
-        self._since = live.clock()
+        config, again = run.config, {} if self.feed.empty else {"restart": True}
+        self._since = run.clock.monotonic()
         self.feed.put(
             "run",
-            run=live.run.run,
-            fingerprint=live.run.fingerprint,
-            corpus=live.run.corpus.name,
+            run=run.id,
+            fingerprint=run.facts.fingerprint,
+            corpus=run.facts.corpus.name,
             blocks=config.blocks,
             fusion=config.fusion,
             steps=config.steps,
             compose=config.compose,
-            compression=live.policy.compression,
-            task_seconds=live.policy.task_seconds,
+            compression=run.policy.compression,
+            task_seconds=run.policy.task_seconds,
             protocol=PROTOCOL,
             **again,
         )
 
-    def committed(self, live: LiveRun, kind: str, body: Body) -> None:
+    def committed(self, run: TrainingRun, kind: str, body: Body) -> None:
         """An entry of the ledger; the run's state is the one after it."""
         if kind in TOLD:
-            getattr(self, f"_{kind}")(live, body)
+            getattr(self, f"_{kind}")(run, body)
 
-    def left(self, live: LiveRun, worker: str) -> None:
+    def left(self, run: TrainingRun, worker: str) -> None:
         """A worker went of its own will."""
-        self._worker(live, worker, "left")
+        self._worker(run, worker, "left")
 
-    def _worker(self, live: LiveRun, worker: str, state: str, reason: str = "") -> None:
-        known = live.known.get(worker)
-        name, device = known.name if known else "", live.recall.devices.get(worker, "")
+    def _worker(self, run: TrainingRun, worker: str, state: str, reason: str = "") -> None:
+        name, device = run.worker_name(worker), run.device(worker)
         self.feed.put("worker", worker=worker, name=name, device=device, state=state, reason=reason)
 
-    def _join(self, live: LiveRun, body: Body) -> None:
-        self._worker(live, body["worker"], "joined")
+    def _join(self, run: TrainingRun, body: Body) -> None:
+        self._worker(run, body["worker"], "joined")
 
-    def _kick(self, live: LiveRun, body: Body) -> None:
-        self._worker(live, body["worker"], "kicked", body["reason"])
+    def _kick(self, run: TrainingRun, body: Body) -> None:
+        self._worker(run, body["worker"], "kicked", body["reason"])
 
-    def _finish(self, _: LiveRun, body: Body) -> None:
+    def _finish(self, _: TrainingRun, body: Body) -> None:
         self.feed.put("finish", reason=body["reason"])
 
-    def _lease(self, live: LiveRun, body: Body) -> None:
+    def _lease(self, run: TrainingRun, body: Body) -> None:
         order = body["order"]
-        now, current = live.clock(), live.state.blocks[order["block"]].round
+        now, current = run.clock.monotonic(), run.state.blocks[order["block"]].round
         self.feed.put(
             "task",
             worker=body["worker"],
@@ -102,13 +101,13 @@ class Narrator:
             base=order["base"],
             steps=order["steps"],
             deadline=None if current.deadline is None else _moment(current.deadline - now),
-            target=target_replicas(now, live.state, live.options, order["block"]),
+            target=target_replicas(now, run.state, run.options, order["block"]),
         )
 
-    def _expire(self, live: LiveRun, body: Body) -> None:
-        lease = live.state.leases.get(body["task"])
+    def _expire(self, run: TrainingRun, body: Body) -> None:
+        lease = run.state.leases.get(body["task"])
         block = lease.block if lease else 0
-        version = live.state.blocks[block].version if lease else 0
+        version = run.state.blocks[block].version if lease else 0
         known = {"worker": body["worker"], "task": body["task"]}
         self.feed.put(
             "round",
@@ -120,13 +119,13 @@ class Narrator:
             **known,
         )
 
-    def _update(self, live: LiveRun, body: Body) -> None:
+    def _update(self, run: TrainingRun, body: Body) -> None:
         said = body["submission"]
         same = ("worker", "block", "task", "base", "staleness", "weight", "steps", "tokens")
         self.feed.put(
             "update",
             **{name: body[name] for name in same},
-            version=live.state.blocks[body["block"]].version,
+            version=run.state.blocks[body["block"]].version,
             bytes=body["size"],
             loss_before=said["loss_before"],
             loss_after=said["loss_after"],
@@ -134,7 +133,7 @@ class Narrator:
             sentence=body.get("sentence", ""),
         )
 
-    def _round(self, _: LiveRun, body: Body) -> None:
+    def _round(self, _: TrainingRun, body: Body) -> None:
         # One that was closed empty has no clock until its next task.
         deadline = _moment(body["seconds"]) if body["event"] == "extended" else None
         self.feed.put(
@@ -146,7 +145,7 @@ class Narrator:
             reason=body["reason"],
         )
 
-    def _version(self, live: LiveRun, body: Body) -> None:
+    def _version(self, run: TrainingRun, body: Body) -> None:
         self.feed.put(
             "version",
             **{name: body[name] for name in ("block", "version", "steps", "tokens", "loss")},
@@ -154,8 +153,8 @@ class Narrator:
             clipped=sum(part["scale"] < 1 for part in body["parts"]),
             dropped=body["dropped"],
             reason=body["reason"],
-            bytes_in=live.moved[0],
-            bytes_out=live.moved[1],
+            bytes_in=run.traffic.total[0],
+            bytes_out=run.traffic.total[1],
             weights=body["weights"]["sha256"],
             length=body["weights"]["length"],
         )
@@ -168,21 +167,21 @@ class Narrator:
             )
             fold.count += 1
 
-    def look(self, live: LiveRun, now: float) -> None:
+    def look(self, run: TrainingRun, now: float) -> None:
         """Report what passes with time: lost workers, workers that are back, refusals."""
         self.flush(FOLD_SECONDS)
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        for name, worker in live.state.workers.items():
+        for name, worker in run.state.workers.items():
             told = self.feed.states.get(name)
-            alive = is_alive(now, live.state, live.options, name)
+            alive = is_alive(now, run.state, run.options, name)
             if (
                 alive and told in ("left", "lost") and worker.seen >= self._since
             ):  # a restart takes all to have been seen just before
-                self._worker(live, name, "back")
+                self._worker(run, name, "back")
             elif not alive and not worker.kicked and told not in GONE:
-                self._worker(live, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
+                self._worker(run, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
 
     def flush(self, older: float = 0.0) -> None:
         """Tell of the refusals that began so many seconds ago."""

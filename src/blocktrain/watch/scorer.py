@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from blocktrain.config import Config, make_config
-from blocktrain.errors import BlockTrainError, Damaged
+from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import Model, Predictors, build_block, composition_of
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.evaluate import cross_entropies
@@ -36,12 +37,13 @@ from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.tensors import unpack
-from blocktrain.protocol.transfer import sha256
+from blocktrain.store.contract import BlobReader
+from blocktrain.store.open import read_store
 
 NICE = 10
 FIT_BYTES = 1 << 13  # of the calibration part that the pool is fitted on
 ROWS = 16
-Paths = dict[str, str]  # by block: where its weights are
+Names = dict[str, str]  # by block: the sha256 of its weights
 
 
 def main() -> None:
@@ -67,29 +69,32 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         config = make_config({**request["config"], "device": "cpu"})
-        scores, count = score(
-            config,
-            _corpus(request["train"], request["valid"]).encode(tokenizer_of(config)),
-            request["newest"],
-            request["features"],
-            request["bytes"],
-        )
+        with closing(read_store(request["store"])) as store:
+            corpus = _corpus(store.blobs, request["train"], request["valid"])
+            scores, count = score(
+                config,
+                store.blobs,
+                corpus.encode(tokenizer_of(config)),
+                request["newest"],
+                request["features"],
+                request["bytes"],
+            )
     except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     return {"scores": scores, "valid_bytes": count, "seconds": round(time.monotonic() - began, 3)}
 
 
 def score(
-    config: Config, corpus: Corpus, newest: Paths, features: Paths, limit: int
+    config: Config, blobs: BlobReader, corpus: Corpus, newest: Names, features: Names, limit: int
 ) -> tuple[dict[str, float], int]:
     """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
 
     `features` are the blocks that the newest fusion block was trained on, and works with.
     """
     fusion = str(config.fusion)
-    own = {number: path for number, path in newest.items() if number != fusion}
-    model = _model(config, own)
-    fused = _model(config, {**features, fusion: newest[fusion]}) if features else None
+    own = {number: name for number, name in newest.items() if number != fusion}
+    model = _model(config, blobs, own)
+    fused = _model(config, blobs, {**features, fusion: newest[fusion]}) if features else None
     if fused is not None and features == own:
         model, fused = fused, None  # one walk for both
     found: dict[str, float] = {}
@@ -109,24 +114,21 @@ def score(
     )
 
 
-def _model(config: Config, paths: Paths) -> Model:
+def _model(config: Config, blobs: BlobReader, names: Names) -> Model:
     blocks: dict[int, Block] = {}
-    for number, path in paths.items():
-        content = Path(path).read_bytes()
-        if sha256(content) != Path(path).name:
-            raise Damaged(f"the weights of block {number} are not those of their name")
+    for number, name in names.items():
         blocks[int(number)] = build_block(config, int(number))
-        put_weights(blocks[int(number)], unpack(content))
+        put_weights(blocks[int(number)], unpack(blobs.read(name)))
     composition = composition_of(config)
     composition.connect(config, blocks)
     return composition.assemble(config, blocks)
 
 
-def _corpus(train: str, valid: str) -> Corpus:
-    """The blobs as the two files of a corpus; mapped, they need their names no longer."""
+def _corpus(blobs: BlobReader, train: str, valid: str) -> Corpus:
+    """The blobs as the two files of a corpus. They stay mapped after their names are gone."""
     with tempfile.TemporaryDirectory(prefix="blocktrain-score-") as folder:
-        (Path(folder) / "train.txt").symlink_to(Path(train).resolve())
-        (Path(folder) / "valid.txt").symlink_to(Path(valid).resolve())
+        blobs.export(train, Path(folder) / "train.txt")
+        blobs.export(valid, Path(folder) / "valid.txt")
         return open_corpus(folder, None, Path(folder))
 
 

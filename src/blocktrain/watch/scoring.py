@@ -116,30 +116,26 @@ class Scorer:
         return None
 
     def _request(self) -> Request:
-        live = self._coordinator.live
-        with live.lock:
-            newest = [live.newest(index) for index in sorted(live.state.blocks)]
-            fusion = live.config.fusion
-            features = live.recall.features.get(fusion, ()) if fusion else ()
-            moved = {"bytes_in": live.moved[0], "bytes_out": live.moved[1]}
-
-        def path(name: str) -> str:
-            return str(live.store.blobs.path(name))
-
+        run = self._coordinator.run
+        newest = run.newest_versions()
+        features = run.trained_on(run.config.fusion) if run.config.fusion else ()
+        bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {
             "versions": {str(found.block): found.version for found in newest},
-            **moved,
+            "bytes_in": bytes_in,
+            "bytes_out": bytes_out,
         }
         if features:
             event["features"] = {str(pin.block): pin.version for pin in features}
         return {
             "ask": {
-                "config": dict(live.run.config),
-                "train": path(live.run.corpus.train.sha256),
-                "valid": path(live.run.corpus.valid.sha256),
+                "store": run.store.address,
+                "config": dict(run.facts.config),
+                "train": run.facts.corpus.train.sha256,
+                "valid": run.facts.corpus.valid.sha256,
                 "bytes": self._bytes,
-                "newest": {str(found.block): path(found.weights.sha256) for found in newest},
-                "features": {str(pin.block): path(pin.weights.sha256) for pin in features},
+                "newest": {str(found.block): found.weights.sha256 for found in newest},
+                "features": {str(pin.block): pin.weights.sha256 for pin in features},
             },
             "weights": [found.weights.sha256 for found in newest],
             "event": event,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
+from blocktrain.clock import Clock, SystemClock
 from blocktrain.coordinator.calls import Coordinator
 from blocktrain.coordinator.http import CoordinatorFront, CoordinatorRoutes
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import calls
 from blocktrain.protocol.identity import open_identity
 from blocktrain.protocol.status import Status
-from blocktrain.store.sql import open_store
+from blocktrain.store.open import open_store
 from blocktrain.watch import stream
 from blocktrain.watch.feed import EVENTS, Feed
 from blocktrain.watch.metrics import CoordinatorMetrics
@@ -36,19 +36,17 @@ class WatchedCoordinator(Coordinator):
     feed: Feed
 
     def status(self) -> Status:
-        with self._running() as live:
-            now = self._clock()
-        return status_of(live, now, self.feed)
+        with self._running() as run:
+            now = self._clock.monotonic()
+        return status_of(run, now, self.feed)
 
 
-def open_coordinator(
-    folder: Path, clock: Callable[[], float] = time.monotonic
-) -> WatchedCoordinator:
+def open_coordinator(folder: Path, clock: Clock | None = None) -> WatchedCoordinator:
     """The coordinator of a folder, with the run that is in it or with none yet."""
     store = open_store(folder)
     try:
         identity, feed = open_identity(folder / "coordinator.pem"), Feed(folder / EVENTS)
-        coordinator = WatchedCoordinator(store, identity, clock, Narrator(feed))
+        coordinator = WatchedCoordinator(store, identity, clock or SystemClock(), Narrator(feed))
         coordinator.feed = feed
     except BaseException:
         store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -17,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from blocktrain.errors import StorageFailed
-from blocktrain.store.blobs import Blobs
-from blocktrain.store.contract import Changes
-from blocktrain.store.ledger import Note, verify
-from blocktrain.store.sql import open_store
+from blocktrain.protocol.ledger import require_chain
+from blocktrain.store.blobs import FolderBlobs
+from blocktrain.store.contract import Changes, link_entry
+from blocktrain.store.open import open_store
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -28,35 +29,41 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 WRITER = textwrap.dedent(
     """
     import sys
-    from dataclasses import replace
-    from pathlib import Path
-    from blocktrain.store.ledger import canonical
-    from blocktrain.store.contract import Changes, UpdateRecord, VersionRecord
-    from blocktrain.coordinator.state import Lease
-    from blocktrain.store.sql import open_store
+    from blocktrain.protocol.identity import canonical_json
+    from blocktrain.store.contract import (
+        Changes, LeaseRecord, UpdateRecord, VersionRecord, link_entry
+    )
+    from blocktrain.store.open import open_store
 
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
-    store = open_store(folder)
-    newest = store.version(1)
-    if newest is None:
+    store, size = open_store(sys.argv[1]), int(sys.argv[2])
+
+    def publish(number, content, applied, reason):
+        name = store.blobs.put(content)
+        record = VersionRecord(1, number, name, None, number, number, None, (), reason)
+        body = {"version": number, "weights": name, "applied": applied}
+        store.publish_version(record, link_entry(store.head(), "version", body), applied)
+
+    if store.version(1) is None:
         store.create_run({"blocks": 1})
-        store.publish_version(0.0, VersionRecord(1, 0, store.blobs.put(b"0"), None, 0, 0, None, (), "start"), [], {}, {})
-    state = store.recover(0.0)
-    n = state.blocks[1].version
+        publish(0, b"0", [], "start")
+    stored = store.recover(9)
+    n, task = stored.versions[0].version, stored.next_task
     print("ready", flush=True)
     while True:
         for update in store.pending(1):  # recorded before a crash, not yet merged
             n += 1
-            record = VersionRecord(1, n, store.blobs.put(b"%d" % n), None, n, n, None, (), "closed")
-            store.publish_version(0.0, record, [update.id], {}, {})
+            publish(n, b"%d" % n, [update.id], "closed")
             print("version", n, flush=True)
-        task = state.next_task
-        state = replace(state, next_task=task + 1)
-        store.save(0.0, Changes(leases=[Lease(task, task, 1, n, 1, "w", 1, 0, 0.0, 1e9, 1.0)]))
+        lease = LeaseRecord(task, task, 1, n, 1, "w", 1, 0, 0.0, 1e9, 1.0, False, False)
+        store.save(Changes(leases=[lease]))
         payload = store.blobs.put(b"%d-" % task + bytes(size))
         update = UpdateRecord(task, 1, 1, n, "w", payload, 1, 1, 1, 1.0, 0, 1.0, True, "accepted")
-        answer = store.record_update(0.0, update, lambda entry: canonical({"task": task, "hash": entry.hash}).encode(), {})
+        body = {"task": task, "id": update.id, "payload": payload}
+        entry = link_entry(store.head(), "update", body)
+        receipt = canonical_json({"task": task, "hash": entry.hash}).encode()
+        answer = store.record_update(update, entry, receipt)
         print("update", task, payload, answer.receipt.decode(), flush=True)
+        task += 1
     """
 )
 
@@ -98,10 +105,10 @@ def check_everything(
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     db.close()
     store = open_store(folder)
-    entries = store.ledger(limit=10**6)
-    verify(entries)
-    told = [e.value for e in entries if e.kind == "update"]
-    made = [e.value for e in entries if e.kind == "version"]
+    entries = store.ledger()
+    require_chain(entries)
+    told = [json.loads(e.body) for e in entries if e.kind == "update"]
+    made = [json.loads(e.body) for e in entries if e.kind == "version"]
     assert len({t["task"] for t in told}) == len(told)
     assert [v["version"] for v in made] == list(range(len(made)))
     merged = [name for v in made for name in v["applied"]]
@@ -229,15 +236,17 @@ def test_failing_commit_closes_the_store(tmp_path: Path, monkeypatch: pytest.Mon
     store = open_store(tmp_path)
     store.create_run({})
     before = len(store.ledger())
+    big = link_entry(store.head(), "finish", {"x": "y" * 100_000})
+    small = link_entry(store.head(), "finish", {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(StorageFailed, match="cannot commit"):
-            store.save(1.0, Changes(notes=[Note("big", {"x": "y" * 100_000})]))
+            store.save(Changes(entries=[big]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(StorageFailed, match="closed"):
-        store.save(1.0, Changes(notes=[Note("small", {})]))
+        store.save(Changes(entries=[small]))
     store.close()
     again = open_store(tmp_path)
     assert len(again.ledger()) == before
@@ -246,13 +255,13 @@ def test_failing_commit_closes_the_store(tmp_path: Path, monkeypatch: pytest.Mon
         again.blobs.put(b"content")
     monkeypatch.undo()
     with pytest.raises(StorageFailed, match="closed"):
-        again.save(1.0, Changes(notes=[Note("small", {})]))
+        again.save(Changes(entries=[small]))
 
 
 def test_blob_is_synced_before_it_has_its_name_and_its_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blobs, seen = Blobs(tmp_path), list[str]()
+    blobs, seen = FolderBlobs(tmp_path), list[str]()
     sync, rename = os.fsync, Path.replace
 
     def fsync(handle: int) -> None:
