@@ -270,14 +270,14 @@ def judge(now: float, state: RunState, options: Options, submission: Claim) -> V
     s = submission
     block = state.blocks.get(s.block)
     if block is None:
-        return _refused("unknown_block", f"this run has no block {s.block}")
+        return _refused("unknown_block", f"block {s.block}")
     if (known := state.workers.get(s.worker)) is not None and known.kicked:
-        return _refused("kicked", "this worker was removed from the run by its operator")
+        return _refused("kicked", f"worker {s.worker}")
     staleness = block.version - s.base
     too_stale = _refused(
         "too_stale",
         f"the update starts from version {s.base} of block {s.block}, which is {staleness} behind; "
-        f"at most {options.max_staleness} count: ask for a new task",
+        f"at most {options.max_staleness} count",
         staleness,
     )
     lease = state.leases.get(s.task)
@@ -285,14 +285,12 @@ def judge(now: float, state: RunState, options: Options, submission: Claim) -> V
         return (
             too_stale
             if staleness > options.max_staleness
-            else _refused("unknown_task", f"task {s.task} is not out: ask for a new task")
+            else _refused("unknown_task", f"task {s.task}")
         )
     if (problem := _mismatch(lease, s, options)) is not None:
         return problem
     if spent(state, options, s.block) >= 1:
-        return _refused(
-            "block_finished", f"block {s.block} has spent its budget: ask for a new task", staleness
-        )
+        return _refused("block_finished", f"block {s.block}", staleness)
     if staleness > options.max_staleness:
         return too_stale
     weight = staleness_weight(staleness, options)
@@ -317,12 +315,12 @@ def _mismatch(lease: Lease, s: Claim, options: Options) -> Verdict | None:
     if s.fence < lease.fence:
         return _refused(
             "stale_fence",
-            f"task {s.task} was given to another worker after your lease ran out: ask for a new task; no blame",
+            f"your lease of task {s.task} ran out (this is not held against you)",
         )
     if s.fence > lease.fence or s.worker != lease.worker:
         return _refused(
             "not_your_task",
-            f"task {s.task} was not given to this worker with fence {s.fence}: ask for a new task",
+            f"task {s.task} with fence {s.fence}",
         )
     if (s.block, s.base) != (lease.block, lease.base):
         return _refused(
