@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
-from pydantic import ValidationError
-
-from blocktrain.errors import BlockTrainError, Damaged, RunError, Unreachable
+from blocktrain.errors import Damaged, Unreachable
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.ledger import LedgerEntry
 from blocktrain.protocol.messages import Blob, Manifest
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.store.open import read_blobs, read_store
 
 Totals = dict[str, tuple[int, int]]  # worker -> updates and tokens that became part of a version
 Name = Literal[
@@ -86,40 +85,12 @@ class FolderSource:
 
     def record(self) -> RunRecord:
         """Ledger and totals as of the same commit."""
-        database = self.path / "run.sqlite"
-        if not database.is_file():
-            raise RunError(f"{self.path} holds no run of a coordinator")
-        # A reader of a database that nobody has open would leave files beside it.
-        # Without a -wal file nobody is writing.
-        mode = "mode=ro" if database.with_name("run.sqlite-wal").exists() else "immutable=1"
-        connection = sqlite3.connect(
-            f"{database.resolve().as_uri()}?{mode}", uri=True, isolation_level=None
-        )
-        try:
-            connection.execute("BEGIN")
-            rows = connection.execute(
-                "SELECT seq, kind, body, previous, hash FROM ledger ORDER BY seq"
-            ).fetchall()
-            totals = connection.execute(
-                "SELECT worker, count(*), sum(tokens) FROM updates "
-                "WHERE applied IS NOT NULL GROUP BY worker"
-            )
-            return RunRecord(
-                tuple(_entry(row) for row in rows),
-                {worker: (count, tokens) for worker, count, tokens in totals},
-            )
-        except sqlite3.Error as error:
-            raise RunError(f"cannot read {database}: {error}") from None
-        finally:
-            connection.close()
+        with closing(read_store(self.path)) as store:
+            return RunRecord(tuple(store.ledger()), store.contributions())
 
     def blob(self, blob: Blob) -> bytes:
         """The bytes under a name."""
-        name = blob.sha256
-        try:
-            return (self.path / "blobs" / name[:2] / name[2:4] / name).read_bytes()
-        except OSError as error:
-            raise Damaged(f"the blob {name} cannot be read ({error.strerror})") from None
+        return b"".join(read_blobs(self.path).pieces(blob.sha256))
 
 
 @dataclass(frozen=True)
@@ -170,15 +141,3 @@ def checked(source: EvidenceSource, blob: Blob) -> bytes:
     if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:
         raise Damaged(f"the blob {blob.sha256} does not hold the {blob.length} bytes of its name")
     return content
-
-
-def _entry(row: tuple[Any, ...]) -> LedgerEntry:
-    try:
-        return LedgerEntry(
-            **dict(zip(("seq", "kind", "body", "previous", "hash"), row, strict=True))
-        )
-    except ValidationError:
-        raise BlockTrainError(
-            f"entry {row[0]} of the ledger is of no known form; "
-            "was it written by a newer BlockTrain?"
-        ) from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from blocktrain.errors import RunError
-from blocktrain.store.contract import Store, StoreReader
+from blocktrain.store.blobs import FolderBlobReader
+from blocktrain.store.contract import BlobReader, Store, StoreReader
 from blocktrain.store.memory import MemoryStore
 from blocktrain.store.sql import SqlReader, SqlStore
 
@@ -32,6 +33,13 @@ def read_store(address: str | Path) -> StoreReader:
     if address == MEMORY:
         raise RunError("a store in memory is read by its own process alone")
     return SqlReader(_folder(address))
+
+
+def read_blobs(address: str | Path) -> BlobReader:
+    """The blobs of a run alone."""
+    if address == MEMORY:
+        raise RunError("a store in memory is read by its own process alone")
+    return FolderBlobReader(_folder(address))
 
 
 def _folder(address: str | Path) -> Path:
