@@ -164,6 +164,7 @@ class StateLost(RunEvent):
     """A saved optimizer could not be read; training went on without it."""
 
     block: int | str = 0
+    task: int | None = None
 
 
 KINDS: dict[str, type[RunEvent]] = {
