@@ -10,42 +10,43 @@ from blocktrain.learning.compose import Model
 from blocktrain.learning.evaluate import Progress, text_bits
 from blocktrain.learning.generate import Sampler, write, write_with
 from blocktrain.learning.model import IndependentBlock
-from blocktrain.learning.tokenizer import Bytes
+from blocktrain.learning.tokenizer import Ids, tokenizer_of
 
 SWEEPS = (1, 2, 4)
+Tokens = tuple[int, ...]
 
 
 def judge_samples(
     model: Model,
     reference: IndependentBlock,
-    valid: Bytes,
+    valid: Ids,
     *,
     count: int,
     seed: int,
     progress: Progress = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Rows for real, autoregressive, swept and drafted text after the same prompts."""
-    context = model.config.context
+    context, decode = model.config.context, tokenizer_of(model.config).decode
     prompt_size, size = context // 4, context - context // 4
     starts = [i * (len(valid) - context) // count for i in range(count)]
-    prompts = [bytes(valid[s : s + prompt_size]) for s in starts]
+    prompts = [tuple(valid[s : s + prompt_size].tolist()) for s in starts]
 
-    def written(number: int, sweeps: int | None) -> bytes:
+    def written(number: int, sweeps: int | None) -> Tokens:
         sampler = Sampler(seed + number)
         if sweeps is None:
-            return bytes(write(model, prompts[number], size, sampler))
-        return bytes(write(model, prompts[number], size, sampler, mode="sweep", sweeps=sweeps))
+            return tuple(write(model, prompts[number], size, sampler))
+        return tuple(write(model, prompts[number], size, sampler, mode="sweep", sweeps=sweeps))
 
-    kinds: dict[str, Callable[[int], bytes]] = {
-        "real": lambda i: bytes(valid[starts[i] + prompt_size : starts[i] + context])
+    kinds: dict[str, Callable[[int], Tokens]] = {
+        "real": lambda i: tuple(valid[starts[i] + prompt_size : starts[i] + context].tolist())
     }
     kinds["autoregressive"] = lambda i: written(i, None)
     for k in SWEEPS:
         kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
-    kinds["first_block"] = lambda i: bytes(
+    kinds["first_block"] = lambda i: tuple(
         write_with(model.drafter(), prompts[i], size, context, Sampler(seed + i))
     )
-    texts: dict[str, list[bytes]] = {name: [] for name in kinds}
+    texts: dict[str, list[Tokens]] = {name: [] for name in kinds}
     for done, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):
         texts[name].append(kinds[name](i))
         progress(done / (len(kinds) * count))
@@ -54,7 +55,8 @@ def judge_samples(
         {
             "name": name,
             "bits_per_byte": sum(
-                text_bits(reference, p, t) for p, t in zip(prompts, found, strict=True)
+                text_bits(reference, p, t) * len(t) / len(decode(t))
+                for p, t in zip(prompts, found, strict=True)
             )
             / count,
             "distinct_4grams": _distinct(found),
@@ -67,7 +69,7 @@ def judge_samples(
     ]
 
 
-def _distinct(texts: list[bytes]) -> float:
-    """Different 4-byte sequences by all there are: low where a model repeats itself."""
+def _distinct(texts: list[Tokens]) -> float:
+    """Different sequences of 4 tokens by all there are: low where a model repeats itself."""
     grams = [t[i : i + 4] for t in texts for i in range(len(t) - 3)]
     return len(set(grams)) / len(grams)
