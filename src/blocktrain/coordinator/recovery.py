@@ -223,7 +223,8 @@ class UpdateCounts:
 
     accepted: int = 0
     refused: int = 0
-    late: int = 0
+    late: int = 0  # started from an older version
+    late_by_one: int = 0
     tokens: int = 0
 
 
@@ -274,6 +275,7 @@ class RunHistory:
         ):
             counts.accepted += 1
             counts.late += body["staleness"] > 0
+            counts.late_by_one += body["staleness"] == 1
             counts.tokens += submission.tokens
 
     def _version(self, body: Body) -> None:

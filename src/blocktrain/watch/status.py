@@ -89,6 +89,7 @@ def _block(
         accepted=counts.accepted,
         refused=counts.refused,
         late=counts.late,
+        late_by_one=counts.late_by_one,
         round=current,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
