@@ -330,6 +330,22 @@ def test_a_log_is_replayed_by_hand_and_by_itself(browser: Browser, site: Site) -
         assert visit.complaints == []
 
 
+def test_late_updates_are_explained_and_counted_apart(browser: Browser, site: Site) -> None:
+    run = {"kind": "run", "seq": 1, "time": 1.0, "run": "r", "blocks": 1, "steps": 10}
+    late = [
+        {"kind": "update", "seq": n + 2, "time": 2.0 + n, "worker": "w", "block": 1, "staleness": s}
+        for n, s in enumerate((0, 1, 1, 2, 4))
+    ]
+    score = {"kind": "score", "seq": 9, "time": 9.0, "scores": {"pool": 2.5}}
+    end = {"kind": "worker", "seq": 10, "time": 49.0, "worker": "w", "state": "left"}
+    with visiting(browser, site.page) as visit:
+        replaying(visit, [run, *late, score, end])
+        visit.waits_for("#blocks .updates small", "2 one version behind, 2 later")
+        title = visit.page.locator("#blocks td.updates").get_attribute("title") or ""
+        assert "one version behind counts in full" in title
+        visit.waits_for("#figures", "scored 40 s ago")
+
+
 def test_a_served_log_is_replayed_without_a_coordinator(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(as_lines(a_log(versions=3, finished=True)))
     server = AppServer(replay_app(find_log(tmp_path)), Where())
@@ -341,6 +357,9 @@ def test_a_served_log_is_replayed_without_a_coordinator(browser: Browser, tmp_pa
             assert visit.text("#pill") == "replay"
             assert visit.page.is_hidden("#join")
             assert visit.page.is_hidden("#back-to-live")
+            assert visit.page.is_hidden("#pull"), "there is no coordinator at this address"
+            assert "pull" not in visit.text("#finished")
+            visit.waits_for("#figures", "scored")
             assert visit.complaints == []
     finally:
         server.stop()
