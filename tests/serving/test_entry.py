@@ -14,15 +14,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from blocktrain.bench.network.shaper import Link, shaped
+from blocktrain.config import TOKENIZERS
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model, in_pieces
 from blocktrain.learning.generate import Sampler, write_with
 from blocktrain.learning.generate import write as write_locally
 from blocktrain.learning.model import Cache, build_reference
+from blocktrain.learning.tokenizer import Bytes, Ids, Tokenizer, register
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import RunFolder, publish
 from blocktrain.runs.served import RunModel
@@ -617,3 +620,37 @@ async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(
         await until_async(lambda: entry.route.lines[1].alive)
         assert (await write(entry, 6, mode="autoregressive"))[0] == alone(MODELS["euler"], 6)
         await back.aclose()
+
+
+# -- tokens that are no bytes
+
+
+class DoubledBytes(Tokenizer):
+    """Ids of two bytes, each of which stands for a byte twice."""
+
+    name, vocabulary = "doubled", 300
+
+    def encode(self, text: bytes | Bytes) -> Ids:
+        return np.frombuffer(bytes(text)[::2], np.uint8).astype("<u2") + np.uint16(44)
+
+    def token(self, token_id: int) -> bytes:
+        return bytes([max(token_id - 44, 0)] * 2)
+
+
+@in_a_loop
+async def test_ids_wider_than_a_byte_are_served_like_any_other(tmp_path: Path) -> None:
+    register(DoubledBytes())
+    model = random_model(tiny_config(blocks=4, context=CONTEXT, tokenizer="doubled"))
+    folder = saved(model, tmp_path / "wide")
+    prompt = bytes(byte for byte in PROMPT[:20] for _ in range(2))
+    tokenizer = DoubledBytes()
+    expected = list(write_locally(model, tokenizer.encode(prompt).tolist(), 30, Sampler(3)))
+    assert max(expected) > 255
+    async with serving(folder, (2,), (3,)) as (entry, _):
+        for mode in ("autoregressive", "exact"):
+            request = Request(prompt, 30, mode=mode, seed=3)
+            pieces = [piece async for piece in entry.generate(request)]
+            assert b"".join(piece.text for piece in pieces) == tokenizer.decode(expected)
+            stats = pieces[-1].stats
+            assert (stats.prompt_tokens, stats.tokens, stats.degraded) == (20, 30, ())
+    TOKENIZERS.discard("doubled")  # other tests list the names

@@ -273,11 +273,11 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
 
 
 def usage(job: CompletionJob, writings: Iterable[TextChoice]) -> dict[str, Any]:
-    """A prompt longer than the context keeps its tail; `prompt_bytes_cut` says how much was cut."""
-    writings = list(writings)
-    prompt = len(job.requests[0].prompt)
-    written = sum(one.bytes for one in writings)
-    cut = max((one.stats.prompt_bytes_cut for one in writings if one.stats), default=0)
+    """Tokens of the run's tokenizer. Of a prompt longer than the context only the end is read."""
+    known = [one.stats for one in writings if one.stats is not None]
+    prompt = max((stats.prompt_tokens for stats in known), default=0)
+    written = sum(stats.tokens for stats in known)
+    cut = max((stats.prompt_bytes_cut for stats in known), default=0)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
