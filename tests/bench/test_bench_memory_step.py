@@ -35,14 +35,14 @@ def saved_by(function: Any, constants: list[Tensor]) -> dict[int, int]:
 
 
 def test_header_tells_the_machine_but_not_whose_it_is() -> None:
-    told = header("blocktrain bench memory", 7)
-    assert told["command"] == "blocktrain bench memory"
-    assert told["seed"] == 7
-    assert set(told["machine"]) >= {"cpu", "cores", "memory_gb", "python", "torch", "threads"}
-    assert told["machine"]["memory_gb"] > 0
-    assert told["machine"]["threads"] == torch.get_num_threads()
-    assert platform.node() not in told["machine"].values()
-    assert str(Path.cwd()) not in json.dumps(told)
+    result = header("blocktrain bench memory", 7)
+    assert result["command"] == "blocktrain bench memory"
+    assert result["seed"] == 7
+    assert set(result["machine"]) >= {"cpu", "cores", "memory_gb", "python", "torch", "threads"}
+    assert result["machine"]["memory_gb"] > 0
+    assert result["machine"]["threads"] == torch.get_num_threads()
+    assert platform.node() not in result["machine"].values()
+    assert str(Path.cwd()) not in json.dumps(result)
 
 
 def test_one_thread_puts_back_what_was_set_even_after_an_error() -> None:
@@ -75,9 +75,9 @@ def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive
 
 def test_a_worker_holds_little_more_than_its_share() -> None:
     seen: list[float] = []
-    told = measure_memory(tiny(), depth=16, progress=seen.append)
-    assert [row["blocks"] for row in told["rows"]] == [2, 4, 8, 16]
-    for row in told["rows"]:
+    result = measure_memory(tiny(), depth=16, progress=seen.append)
+    assert [row["blocks"] for row in result["rows"]] == [2, 4, 8, 16]
+    for row in result["rows"]:
         assert row["blocks"] * row["layers_per_block"] == 16
         assert 1 / row["blocks"] < row["ratio"] <= 1 / row["blocks"] + SLACK
         assert row["fusion_ratio"] > row["ratio"]
@@ -87,16 +87,16 @@ def test_a_worker_holds_little_more_than_its_share() -> None:
                 held["total"] == held["optimizer"] + held["gradients"] + held["activations"] + extra
             )
             assert held["weights"] > 0
-    assert told["within_bound"]
+    assert result["within_bound"]
     assert seen == sorted(seen)
     assert seen[-1] == 1
-    json.dumps(told)
+    json.dumps(result)
 
 
 def test_bytes_by_kind_agree_with_the_number_of_parameters() -> None:
     config = tiny(blocks=4, layers_per_block=1)
-    told = measure_memory(config, depth=4)
-    row = told["rows"][-1]
+    result = measure_memory(config, depth=4)
+    row = result["rows"][-1]
     block = Trainer(config, 1).block
     parameters = sum(p.numel() for p in block.parameters())
     scalars = FLOAT * len(list(block.parameters()))  # the optimizer counts steps for each parameter
@@ -128,18 +128,20 @@ def test_a_depth_that_cannot_be_split_is_refused() -> None:
 
 def test_step_is_timed_in_pairs() -> None:
     seen: list[float] = []
-    told = measure_step(tiny(layers_per_block=1), repeats=8, progress=seen.append)
-    assert told["spread"]["ratio"][0] <= told["ratio"] <= told["spread"]["ratio"][1], (
+    result = measure_step(tiny(layers_per_block=1), repeats=8, progress=seen.append)
+    assert result["spread"]["ratio"][0] <= result["ratio"] <= result["spread"]["ratio"][1], (
         "the median of the pairs"
     )
-    assert 0.2 < told["ratio"] < 5  # other work on the machine decides more than ours at this size
-    assert told["repeats"] == 8
-    assert told["within_bound"] == (told["ratio"] <= told["bound"])
+    assert (
+        0.2 < result["ratio"] < 5
+    )  # other work on the machine decides more than ours at this size
+    assert result["repeats"] == 8
+    assert result["within_bound"] == (result["ratio"] <= result["bound"])
     for name in ("worker_ms", "bare_ms", "ratio"):
-        low, high = told["spread"][name]
+        low, high = result["spread"][name]
         assert 0 < low <= high
     assert seen == [(i + 1) / 8 for i in range(8)]
-    json.dumps(told)
+    json.dumps(result)
 
 
 def test_the_bare_loop_does_the_same_arithmetic_as_the_worker() -> None:

@@ -103,9 +103,9 @@ def test_what_is_done_is_not_run_again_and_a_part_can_be_asked_for(
     assert (folder / "transport.png").stat().st_size > 10_000
     again = bench(folder, "--part", "ladder")
     assert again.returncode == 0, again.stderr
-    told = json.loads(again.stdout)
-    assert told["ladder"] == result["ladder"]
-    assert "hosts" not in told
+    again_result = json.loads(again.stdout)
+    assert again_result["ladder"] == result["ladder"]
+    assert "hosts" not in again_result
 
 
 def test_smallest_rung_within_the_bound() -> None:
@@ -122,14 +122,14 @@ def test_a_timesheet_counts_training_and_what_came_of_it(monkeypatch: pytest.Mon
     clock = iter([0.0, 1.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     sheet = Timesheet(began=0.0)
-    sheet.told("joined")
-    sheet.told("task", task=1, steps=2)
-    sheet.told("step")
-    sheet.told("step")
-    sheet.told("accepted", task=1, bytes=10)
-    sheet.told("task", task=2, steps=1)
-    sheet.told("step")
-    sheet.told("refused", task=2)
+    sheet.record("joined")
+    sheet.record("task", task=1, steps=2)
+    sheet.record("step")
+    sheet.record("step")
+    sheet.record("accepted", task=1, bytes=10)
+    sheet.record("task", task=2, steps=1)
+    sheet.record("step")
+    sheet.record("refused", task=2)
     monkeypatch.undo()
     assert (
         sheet.training,

@@ -41,5 +41,5 @@ def cpu_model() -> str:
 
 
 def random_text(seed: int, size: int) -> Bytes:
-    """A corpus of printable characters: neither memory nor time of a step depends on its content."""
+    """A corpus of printable characters. Memory and time of a step do not depend on it."""
     return np.random.default_rng(seed).integers(32, 127, size=size, dtype=np.uint8)

@@ -232,14 +232,14 @@ class _Proxy:
     async def run(self, control: Connection) -> None:
         loop = asyncio.get_running_loop()
         self.listening.setblocking(False)
-        loop.add_reader(control.fileno(), self._told, control)
+        loop.add_reader(control.fileno(), self._command, control)
         accepting = asyncio.create_task(self._accept())
         control.send(self.listening.getsockname()[1])
         await self._ended.wait()
         loop.remove_reader(control.fileno())
         await _cancel({accepting, *self._connections})
 
-    def _told(self, control: Connection) -> None:
+    def _command(self, control: Connection) -> None:
         try:
             what = control.recv()
             if what in ("open", "block", "close"):

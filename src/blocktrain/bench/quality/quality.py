@@ -59,7 +59,7 @@ SCALES: dict[str, dict[str, Any]] = {
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384}
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
-STOPPED = "told to stop; what it had is saved: call the bench again to continue"
+STOPPED = "stopped; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
 
 VARIANTS: dict[str, dict[str, Any]] = {

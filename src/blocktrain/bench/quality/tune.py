@@ -84,7 +84,7 @@ def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
         if channel.stopped:
             raise Interrupted(
-                "told to stop; finished trainings are kept: call the bench again to continue"
+                "stopped; finished trainings are kept: call the bench again to continue"
             )
     return trainer.block
 

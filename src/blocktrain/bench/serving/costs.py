@@ -155,7 +155,7 @@ def fitted(found: Sequence[tuple[int, float]]) -> LinearCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """All that the cost model is told."""
+    """The inputs of the cost model."""
 
     stage: LinearCost  # of the stage with most blocks
     stage_bytes: float  # of a position, from that stage: every stage has a line of its own
@@ -167,7 +167,7 @@ class Costs:
     overhead: float
     acceptance: float
 
-    def told(self) -> Result:
+    def as_result(self) -> Result:
         """For the result."""
         return {
             name: value if value is None or isinstance(value, float | int) else asdict(value)

@@ -78,9 +78,9 @@ async def compare(
 
     async def one(prompt: Prompt) -> None:
         async with places:
-            told = await write(entry, way.request(prompt, size))
-            found.near_ties += told.stats.near_ties
-            await _check(entry.config, home, prompt, told.text, found)
+            answer = await write(entry, way.request(prompt, size))
+            found.near_ties += answer.stats.near_ties
+            await _check(entry.config, home, prompt, answer.text, found)
             progress(found.positions / (len(prompts) * size))
 
     await asyncio.gather(*(one(prompt) for prompt in prompts))

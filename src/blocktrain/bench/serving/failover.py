@@ -158,7 +158,7 @@ async def _measure(
     config: Config,
     processes: Sequence[StageProcess],
     lines: Sequence[Shaped],
-    told: Callable[[str, Result], None],
+    report: Callable[[str, Result], None],
 ) -> tuple[list[Case], Result]:
     entry = Entry(RunModel(options.run), names(lines))
     draws = random.Random(options.seed)
@@ -178,9 +178,9 @@ async def _measure(
                 await _case(entry, hosts, harm, MODES[len(cases) % len(MODES)], prompt, draws)
             )
             done = sum(case.harm == harm for case in cases)
-            told(f"{harm}s", {"share": done / harms.count(harm)})
+            report(f"{harm}s", {"share": done / harms.count(harm)})
         bereft = await _without_replica(entry, hosts, prompts[-1])
-        told("no replica", {"share": 1.0})
+        report("no replica", {"share": 1.0})
     finally:
         await entry.aclose()
     return cases, bereft
@@ -216,7 +216,7 @@ async def _case(
         text, failovers = b"", 0
         async for piece in entry.generate(Way("", "fan", mode).request(prompt, len(expected))):
             text, failovers = text + piece.text, piece.stats.failovers
-            fault.told(len(text), len(expected))
+            fault.advance(len(text), len(expected))
         met = await fault.over()
         if met is None:
             continue
@@ -240,7 +240,7 @@ class Fault:
         self._pause = draws.uniform(0, 1.5e-3) * max(host.line.rtt_ms for host in hosts)
         self._struck: asyncio.Task[StageHost] | None = None
 
-    def told(self, there: int, whole: int) -> None:
+    def advance(self, there: int, whole: int) -> None:
         """Call it with the number of bytes written so far."""
         if self.began and not self.next_byte:
             self.next_byte = time.perf_counter()

@@ -271,7 +271,7 @@ def held_gib(pids: Sequence[int]) -> float:
 
 
 async def _measure(
-    options: LargeOptions, config: Config, ring: _Ring, told: Callable[[str, Result], None]
+    options: LargeOptions, config: Config, ring: _Ring, report: Callable[[str, Result], None]
 ) -> tuple[list[Result], int]:
     """Autoregressive first; the sweep then chooses all bytes of that text again, at once."""
     lines = [StageLine(name, ring.access) for name in ring.names]
@@ -280,9 +280,9 @@ async def _measure(
             await line.ready(START_SECONDS)
         writer = _Writer(Ring(lines), options, ring)
         written, one = await writer.autoregressive(
-            lambda share: told("autoregressive", {"share": share})
+            lambda share: report("autoregressive", {"share": share})
         )
-        swept, all_ = await writer.sweep(written, lambda share: told("sweep", {"share": share}))
+        swept, all_ = await writer.sweep(written, lambda share: report("sweep", {"share": share}))
     finally:
         for line in lines:
             await line.aclose()

@@ -36,9 +36,9 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
     )
     with JobBars("serving", len(options.rtt_ms) + PARTS) as bars:
         link = options.link(FIRST_BYTE_MS if options.scale == "standard" else options.rtt_ms[0])
-        told = partial(_share, bars, "first bytes")
+        report = partial(_share, bars, "first bytes")
         first = measure_first_byte(
-            options.folder / "untrained", options.scale, link, options.sizes.first_bytes, told
+            options.folder / "untrained", options.scale, link, options.sizes.first_bytes, report
         )
         found = measure_serving(subject, bars.update)
     result = {

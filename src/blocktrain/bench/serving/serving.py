@@ -60,8 +60,8 @@ SWEEPS = (1, 2, 4, 8)
 PROMPT, OUTPUT = 32, 96  # bytes, where the context has room for them
 FAST_MS = 5.0  # round trips up to which all prompts are written byte by byte too
 CPU = torch.device("cpu")
-Told = Callable[[str, Result], None]
-PARTS = 3  # that are told of, beside one for every line: texts, positions, first bytes
+Report = Callable[[str, Result], None]
+PARTS = 3  # progress bars, beside one for every link: texts, positions, first bytes
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Far:
     histogram: dict[str, int]
 
 
-def measure_serving(subject: Subject, told: Told) -> Result:
+def measure_serving(subject: Subject, report: Report) -> Result:
     """All rows, and what does not fit into rows."""
     options = subject.options
     with limited_threads(), ExitStack() as stack:
@@ -214,13 +214,13 @@ def measure_serving(subject: Subject, told: Told) -> Result:
             if subject.reference
             else []
         )
-        near = asyncio.run(_near(subject, fan, ring, told))
+        near = asyncio.run(_near(subject, fan, ring, report))
         far: list[Far] = []
         for rtt_ms in options.rtt_ms:
             link = options.link(rtt_ms)
             with links(fan, link) as fan_lines, links(ring[1:], link) as ring_lines:
                 place = LinkSetup(subject, near, fan_lines, ring[:1], ring_lines, link)
-                far.append(asyncio.run(_far(place, partial(_share, told, f"{rtt_ms:g} ms"))))
+                far.append(asyncio.run(_far(place, partial(_share, report, f"{rtt_ms:g} ms"))))
     rows = [row for found in far for row in found.rows]
     agreement = near.agreement
     return {
@@ -239,12 +239,12 @@ def measure_serving(subject: Subject, told: Told) -> Result:
         "quality": near.bits,
         "judged_texts": len(subject.judged),
         "texts_changed": sum(row["texts_changed"] for row in rows),
-        "costs": near.costs.told(),
+        "costs": near.costs.as_result(),
     }
 
 
-def _share(told: Told, name: str, share: float) -> None:
-    told(name, {"share": share})
+def _share(report: Report, name: str, share: float) -> None:
+    report(name, {"share": share})
 
 
 def gain(rows: Sequence[Result]) -> Result:
@@ -272,7 +272,7 @@ def gain(rows: Sequence[Result]) -> Result:
 
 
 async def _near(
-    subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], told: Told
+    subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], report: Report
 ) -> Near:
     options = subject.options
     route = [stage.address for stage in fan]
@@ -280,7 +280,7 @@ async def _near(
     try:
         await entry.start(30.0)
         async with fan_home(subject.run, route) as home:
-            texts = await _texts(subject, entry, partial(_share, told, "texts"))
+            texts = await _texts(subject, entry, partial(_share, report, "texts"))
             prompts = take_prompts(
                 options.source.open().valid,
                 options.sizes.texts,
@@ -289,7 +289,7 @@ async def _near(
                 options.seed + 1000,
             )
             agreement = await compare(
-                entry, home, prompts, options.sizes.text, partial(_share, told, "positions")
+                entry, home, prompts, options.sizes.text, partial(_share, report, "positions")
             )
             overheads, costs = await _costs(subject, home, fan, ring, agreement.acceptance)
             bits = _judged(subject, texts, home) if subject.reference else {}

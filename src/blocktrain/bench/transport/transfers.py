@@ -175,7 +175,7 @@ def _copy(address: tuple[str, int], size: int, *, upward: bool) -> float:
 
 @contextmanager
 def _counter() -> Iterator[int]:
-    """A port that takes as many bytes as it is told and says so, or gives as many."""
+    """A port that takes a requested number of bytes and confirms it, or gives as many."""
 
     def serve(line: socket.socket) -> None:
         with closing(line), suppress(OSError):

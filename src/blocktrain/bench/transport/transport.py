@@ -17,8 +17,8 @@ from blocktrain.audit.evidence import open_folder
 from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.transport.trial import (
     Placement,
+    Report,
     Result,
-    Told,
     Trial,
     goodput,
     run_trial,
@@ -112,15 +112,15 @@ class TransportOptions:
         )
 
 
-def measure(options: TransportOptions, told: Told) -> Result:
+def measure(options: TransportOptions, report: Report) -> Result:
     """The parts that were asked for, each under its own keys."""
     found: Result = {}
     for part in options.parts:
-        found |= _MEASURES[part](options, told)
+        found |= _MEASURES[part](options, report)
     return found
 
 
-def measure_replay(options: TransportOptions, told: Told) -> Result:
+def measure_replay(options: TransportOptions, report: Report) -> Result:
     """Whether a run over HTTP gets the same hashes when its ledger is trained and merged again."""
     config = options.config(options.seeds[0], blocks=4, steps=options.sizes.replay_steps)
     trial = options.trial(
@@ -134,7 +134,7 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
         found = audit(
             open_folder(done.folder / "coordinator"),
             retrain=True,
-            progress=lambda _, n, of: told("replay", {"share": n / max(of, 1)}),
+            progress=lambda _, n, of: report("replay", {"share": n / max(of, 1)}),
         )
         return {
             "equal": found.ok and found.retrained == found.updates,
@@ -142,7 +142,7 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
             "findings": [finding.sentence for finding in found.findings],
         }
 
-    result = run_trial(trial, told, replayed)
+    result = run_trial(trial, report, replayed)
     kept = {
         key: result[key]
         for key in (
@@ -162,7 +162,7 @@ def measure_replay(options: TransportOptions, told: Told) -> Result:
     }
 
 
-def measure_workers(options: TransportOptions, told: Told) -> Result:
+def measure_workers(options: TransportOptions, report: Report) -> Result:
     """Six workers on three blocks against three, at equal steps per worker and at equal text."""
     sizes = options.sizes
     rows = []
@@ -174,7 +174,7 @@ def measure_workers(options: TransportOptions, told: Told) -> Result:
         config = options.config(options.seeds[0], blocks=3, compose="pool", steps=steps)
         result = run_trial(
             options.trial(name, config, Policy(task_steps=sizes.task_steps), [Placement()] * count),
-            told,
+            report,
         )
         trained = sum(w["accepted"] for w in result["workers"])
         moved = {"gb": _gb(result), "seconds": result["seconds"]}
@@ -194,7 +194,7 @@ def measure_workers(options: TransportOptions, told: Told) -> Result:
     return {"six_worker_cost": rows[1]["cost"], "workers": rows}
 
 
-def measure_hosts(options: TransportOptions, told: Told) -> Result:
+def measure_hosts(options: TransportOptions, report: Report) -> Result:
     """Distant hosts behind slow lines, every fifth worker much slower than the rest."""
     sizes = options.sizes
     config = options.config(options.seeds[0], blocks=4, steps=sizes.host_steps)
@@ -209,7 +209,7 @@ def measure_hosts(options: TransportOptions, told: Told) -> Result:
         policy,
         places,
     )
-    result = run_trial(replace(trial, link=options.link, from_start=True), told)
+    result = run_trial(replace(trial, link=options.link, from_start=True), report)
     gb = _gb(result)
     return {
         "hosts": {
@@ -235,7 +235,7 @@ def measure_hosts(options: TransportOptions, told: Told) -> Result:
     }
 
 
-def measure_ladder(options: TransportOptions, told: Told) -> Result:
+def measure_ladder(options: TransportOptions, report: Report) -> Result:
     """What every compression saves and costs, with one worker per block."""
     sizes = options.sizes
     seeds = options.seeds[: sizes.ladder_seeds]
@@ -248,7 +248,8 @@ def measure_ladder(options: TransportOptions, told: Told) -> Result:
             )
             found[rung].append(
                 run_trial(
-                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Placement()] * 2), told
+                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Placement()] * 2),
+                    report,
                 )
             )
     rows = []
@@ -285,7 +286,7 @@ def smallest(rows: Sequence[Result], bound: float = BOUND) -> str:
     )["name"]
 
 
-def measure_outer(options: TransportOptions, told: Told) -> Result:
+def measure_outer(options: TransportOptions, report: Report) -> Result:
     """Averaging against an outer Nesterov step: two replicas a block, short and long tasks."""
     sizes = options.sizes
     rows = []
@@ -296,7 +297,7 @@ def measure_outer(options: TransportOptions, told: Told) -> Result:
             )
             policy = Policy(outer=outer, task_steps=steps, replicas=2)
             result = run_trial(
-                options.trial(f"outer-{outer}-{steps}", config, policy, [Placement()] * 4), told
+                options.trial(f"outer-{outer}-{steps}", config, policy, [Placement()] * 4), report
             )
             moved = {
                 "gb": _gb(result),
@@ -313,7 +314,7 @@ def _gb(result: Result) -> float:
     return (result["bytes_in"] + result["bytes_out"]) / 1e9
 
 
-_MEASURES: dict[Part, Callable[[TransportOptions, Told], Result]] = {
+_MEASURES: dict[Part, Callable[[TransportOptions, Report], Result]] = {
     "replay": measure_replay,
     "workers": measure_workers,
     "hosts": measure_hosts,

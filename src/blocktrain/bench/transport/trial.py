@@ -38,7 +38,7 @@ from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.state import own_identity
 
 Result = dict[str, Any]
-Told = Callable[[str, dict[str, Any]], None]
+Report = Callable[[str, dict[str, Any]], None]
 SAMPLE_SECONDS = 2.0  # between two points of the curve of loss over bytes
 
 
@@ -77,7 +77,7 @@ class Trial:
 
 
 def run_trial(
-    trial: Trial, told: Told = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
+    trial: Trial, report: Report = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
 ) -> Result:
     """Train and measure a run; `after` may read the coordinator's folder and add to the result."""
     kept = trial.folder / "result.json"
@@ -90,7 +90,7 @@ def run_trial(
         prepare(trial.config, trial.source, trial.folder / "prepared")
         coordinator.begin(trial.config, trial.policy, trial.source.spec, trial.folder / "prepared")
         start = _composed(trial, coordinator, "start") if trial.from_start else None
-        measured = _train(trial, coordinator, told)
+        measured = _train(trial, coordinator, report)
         ce = _composed(trial, coordinator, "end")
     finally:
         coordinator.close()
@@ -117,10 +117,10 @@ def _composed(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[
         return evaluate(model, tokens.valid[: trial.valid_bytes])
 
 
-def _train(trial: Trial, coordinator: WatchedCoordinator, told: Told) -> Result:
+def _train(trial: Trial, coordinator: WatchedCoordinator, report: Report) -> Result:
     sheets: dict[str, Result] = {}
     brake = Brake()
-    curve = _Curve(coordinator, trial, told)
+    curve = _Curve(coordinator, trial, report)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         if "pid" in message:
@@ -171,9 +171,9 @@ def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> 
 class _Curve:
     """Samples the run: seconds, bytes moved, mean loss of the blocks."""
 
-    def __init__(self, coordinator: WatchedCoordinator, trial: Trial, told: Told) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, trial: Trial, report: Report) -> None:
         self.points: list[tuple[float, int, float]] = []
-        self._coordinator, self._told, self._name = coordinator, told, trial.folder.name
+        self._coordinator, self._report, self._name = coordinator, report, trial.folder.name
         self._steps = trial.config.steps * trial.config.blocks
         self._ended = threading.Event()
         self._began = time.monotonic()
@@ -201,7 +201,7 @@ class _Curve:
                         round(loss, 4),
                     )
                 )
-                self._told(self._name, {"share": share, "loss": loss})
+                self._report(self._name, {"share": share, "loss": loss})
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def work(channel: Channel, job: WorkerJob) -> None:
     sheet = Timesheet()
     client = HttpClient(job.url)
     with own_identity(job.cache) as identity:
-        Worker(client, job.cache, identity, Machine("cpu", 0, job.name), sheet.told).run(
+        Worker(client, job.cache, identity, Machine("cpu", 0, job.name), sheet.record).run(
             lambda: channel.stopped
         )
     client.close()
@@ -246,7 +246,7 @@ class Timesheet:
     _task: float = 0.0
     _steps: dict[int, int] = field(default_factory=dict)  # by task
 
-    def told(self, kind: str, /, **fields: Any) -> None:
+    def record(self, kind: str, /, **fields: Any) -> None:
         """Takes one event of the worker."""
         now = time.monotonic()
         if kind == "joined" and not self.began:
