@@ -1,4 +1,4 @@
-"""Which block the next free worker gets, and how many steps: pure decisions, each with its reason."""
+"""Which block a free worker gets, and how many steps: pure decisions, each with its reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
 def choose_block(
     now: float, state: RunState, options: Options, worker: WorkerState
 ) -> tuple[int | None, str]:
-    """The worker's own block; it moves only when that is done, or when a block without workers has fallen far behind."""
+    """The worker's own block.
+
+    It moves only when that is done, or when a block without workers has fallen far behind.
+    """
     staffed = _staffed(now, state, options, worker)
     free = [
         index
@@ -88,7 +91,8 @@ def choose_block(
         index = min(free, key=behind)
         return (
             index,
-            f"block {index} is furthest behind: version {state.blocks[index].version}, {staffed[index]} workers",
+            f"block {index} is furthest behind: "
+            f"version {state.blocks[index].version}, {staffed[index]} workers",
         )
     lag = inf if options.max_lag is None else state.blocks[own].version - options.max_lag
     alone = [
@@ -122,9 +126,12 @@ def _staffed(
 
 
 def fusion_open(state: RunState, options: Options, index: int) -> bool:
-    """Whether the others are far enough for the fusion block to go on; without a budget: as soon as each has a version.
+    """Whether the others are far enough for the fusion block to go on.
 
-    Until they are done it stays behind them by the share at which it began: the rest of its training reads finished blocks.
+    Without a budget they are as soon as each has a version.
+
+    Until they are done it stays behind them by the share at which it began. So the rest of its
+    training reads finished blocks.
     """
     if not state.blocks[index].fusion:
         return True
@@ -291,9 +298,12 @@ def _lease(
 def others_done_in(
     now: float, state: RunState, options: Options, worker: WorkerState, index: int
 ) -> float | None:
-    """Seconds until the others who train this version of a block are probably done, and there will be a next one; None: nobody does.
+    """Seconds until the others who train this version of a block are probably done.
 
-    Tasks of a round that end together are merged together. Whoever began another one from the same version would be late with it.
+    Then there will be a next version. None: nobody trains it.
+
+    Tasks of a round that end together are merged together. Another one that begins from the same
+    version would be late.
     """
     version = state.blocks[index].version
     of_round = (
@@ -321,10 +331,14 @@ def _better_waits(left: float, options: Options, block: BlockState, worker: Work
 def _takeable(
     now: float, state: RunState, options: Options, lease: Lease, worker: WorkerState
 ) -> bool:
-    """Whether a task of the current version has expired; not if a living worker is uploading it, as it may still arrive."""
+    """Whether a task of the current version may be given to this worker.
+
+    Not while a living worker is uploading it: it may still arrive.
+    """
     if lease.worker == worker.id and not lease.trained:
         return True  # its worker came back without it, or has too little time left for it
     alive = is_alive(now, state, options, lease.worker)
     if options.exclusive and not alive:
-        return True  # its lease is long, and a second task beside it would split the block's only line of versions
+        # Its lease is long, and a second task beside it would split the only line of versions.
+        return True
     return lease.expired and not (lease.trained and alive)

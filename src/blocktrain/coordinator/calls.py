@@ -353,7 +353,7 @@ class Coordinator:
         return found
 
     def _ticket(self, lease: state.Lease) -> str:
-        """The secret of a lease: derived, so that nothing is stored and no one can guess another."""
+        """The secret of a lease. Derived, so nothing is stored and nobody can guess another."""
         text = f"{self.run.id}:{lease.task}:{lease.fence}".encode()
         return hmac.digest(self._identity.secret(b"tickets"), text, "sha256").hex()[:32]
 

@@ -1,4 +1,4 @@
-"""Closing a round: its updates are merged into the next version of the block, without the run's lock.
+"""Closing a round: its updates become the next version of the block, without the run's lock.
 
 numpy only. A payload was checked when it arrived, without decoding it: many small payloads may wait
 that decode to much, so nothing decoded is kept. It is opened once, here.

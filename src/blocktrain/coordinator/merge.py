@@ -1,13 +1,17 @@
-"""Many updates of one block in, its next version out: pure numpy, the same bytes for the same inputs in any order.
+"""Many updates of one block in, its next version out.
 
-What is averaged are *proposals*: the weights that each worker proposes, not its deltas. `base + (new - base)` is not
-`new` in float32, nor always in float64 (1 + (1e-30 - 1) is 0). So a worker that does not compress ships its new weights
-(`absolute`), and where these start from the current version they are the proposal as they are: one replica with plain averaging
-gives the worker's bytes. Compressed deltas, and absolute weights that are late, become proposals in float64: current + delta.
+Pure numpy: the same inputs give the same bytes, in any order.
 
-Order: `checks` on each update (finite and shape, norm clip; the canary gate comes here), `combine` (weighted mean; from five
-replicas on a robust mean may stand here), the outer step, then `guards` on the result (worse than its parent comes here).
-Only elementwise float64 arithmetic and numpy's pairwise sum are used: no BLAS, whose order of summation depends on the machine.
+What is averaged are *proposals*: the weights that each worker proposes, not its deltas.
+`base + (new - base)` is not `new` in float32, nor always in float64 (1 + (1e-30 - 1) is 0). So a
+worker that does not compress sends its new weights (`absolute`). Where these start from the current
+version they are the proposal: one replica with plain averaging gives the worker's bytes. Compressed
+deltas, and late absolute weights, become proposals in float64: current + delta.
+
+Order: `checks` on each update (shape, finite, norm clip; a canary belongs here), `combine`
+(weighted mean; a robust mean belongs here), the outer step, then `guards` on the result. Only
+elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS is not: its order of sums
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ class RejectedUpdate:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """The next version, or none with the reason why; `used` and `rejected` together name every update."""
+    """The next version, or why there is none. `used` and `rejected` name every update."""
 
     state: dict[str, Array] | None
     momentum: dict[str, Array] | None
@@ -164,7 +168,7 @@ def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | Rejecte
 
 
 def weighted_mean(before: MergeContext, candidates: Sequence[Candidate], name: str) -> Wide:
-    """Of one tensor, by share; with a single candidate its share is exactly 1 and the mean is the proposal."""
+    """Of one tensor, by share. A single candidate has share 1, and the mean is its proposal."""
     first, *others = candidates
     mean: Wide = first.share * proposal(
         before, first, name
@@ -182,7 +186,7 @@ def guard_finite(before: MergeContext, state: State, used: Sequence[Candidate]) 
 
 @dataclass(frozen=True)
 class Steps:
-    """The merge as an ordered list: what is done before, how it is combined, what is asked after."""
+    """The merge as an ordered list: checks before, how to combine, guards after."""
 
     checks: tuple[Check, ...] = (check_shape, check_finite, clip_norm)
     combine: Combine = weighted_mean

@@ -1,4 +1,4 @@
-"""How a run is coordinated: what an operator chooses, in one validated value that is frozen with the run."""
+"""How a run is coordinated: the operator's choices, validated, and frozen with the run."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ class Policy(BaseModel):
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)
     """Seconds that the first round of a block has, before any task was timed."""
-    exclusive: bool = False
-    """One worker per block, each task from the version that the last one made: nothing depends on time."""
+    exclusive: bool = Field(
+        default=False,
+        description="One worker per block, each task from the version that the last one made: "
+        "nothing depends on time.",
+    )
 
     @classmethod
     def exact(cls, task_steps: int) -> Self:
@@ -90,7 +93,7 @@ class Policy(BaseModel):
         )
 
     def stream(self, config: Config, block: int, number: int) -> int:
-        """Which order of the corpus a task reads; replicas of a block must not read the same text."""
+        """Which order of the corpus a task reads. Replicas must not read the same text."""
         own = block if config.data_order == "own" else 1
         return own if self.exclusive else (own + number * (MAX_BLOCKS + 1)) % 2**32
 

@@ -1,4 +1,7 @@
-"""When a round closes, when a lease ends, what a submission is worth, when the run is over: pure decisions, each with its reason."""
+"""When rounds close, leases end and the run is over, and what a submission is worth.
+
+Pure decisions, each with its reason.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +128,8 @@ def _grace_or_close(
         return _close(
             index,
             block,
-            f"{name} closes at its deadline with {current.replicas} replicas: nobody else is nearly finished",
+            f"{name} closes at its deadline with {current.replicas} replicas: "
+            "nobody else is nearly finished",
         )
     if current.grace_until is None and window > 0:
         reason = f"{name} has its quorum and waits {window:.1f} s more for {', '.join(near)}"
@@ -148,7 +152,7 @@ def _open(state: RunState, index: int) -> list[Lease]:
 
 
 def target_replicas(now: float, state: RunState, options: Options, index: int) -> int:
-    """Replicas that close a round at once: as configured, or all that are at work or have answered."""
+    """Replicas that close a round at once: as configured, or all that work or have answered."""
     if options.target_replicas is not None:
         return max(options.target_replicas, options.min_replicas)
     working = {
@@ -178,14 +182,17 @@ def round_length(block: BlockState, options: Options) -> float:
 
 
 def deadline_after(now: float, block: BlockState, options: Options, seconds: float | None) -> float:
-    """When a round ends that gets an update now whose task took so long; the first one timed ends the guess of `first_deadline`."""
+    """When a round ends that gets an update now, whose task took so many seconds.
+
+    The first task that is timed replaces the guess `first_deadline`.
+    """
     if seconds is not None and not block.task_seconds and not block.round.attempt:
         block = replace(block, task_seconds=(seconds,), round=replace(block.round, length=0.0))
     return now + round_length(block, options)
 
 
 def spent(state: RunState, options: Options, index: int) -> float:
-    """Share of its budget that a block has spent; 0 where there is no budget, 1 and more when it is done."""
+    """Share of its budget that a block has spent: 0 without a budget, 1 or more at the end."""
     block = state.blocks[index]
     share = 0.0
     if options.budget_rounds:
@@ -198,7 +205,7 @@ def spent(state: RunState, options: Options, index: int) -> float:
 
 
 def end_reason(state: RunState, options: Options) -> str | None:
-    """Why the run is over, or None. A stop that was asked for waits for the tasks that are still out."""
+    """Why the run is over, or None. A requested stop waits for the tasks that are out."""
     if not state.blocks:
         return None
     if all(spent(state, options, index) >= 1 for index in state.blocks):
@@ -261,12 +268,18 @@ class Verdict:
 
 
 def staleness_weight(staleness: int, options: Options) -> float:
-    """decay ** staleness, but 1 for staleness 1: a worker that trains while it uploads is always one version behind."""
+    """decay ** staleness, but 1 for staleness 1.
+
+    A worker that trains while it uploads is always one version behind.
+    """
     return 1.0 if staleness <= 1 else options.decay**staleness
 
 
 def judge(now: float, state: RunState, options: Options, submission: Claim) -> Verdict:
-    """Whether an update counts, and how much. A repeated submission must have been answered from the store before."""
+    """Whether an update counts, and how much.
+
+    A repeated submission must have been answered from the store before.
+    """
     s = submission
     block = state.blocks.get(s.block)
     if block is None:

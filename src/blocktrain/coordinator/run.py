@@ -1,7 +1,7 @@
 """The run in this process: its state, its store, and what the ledger says, kept in step.
 
 Every change is committed first; only then does the run know of it. The caller holds `lock`, but not
-for anything that takes long: while payloads become durable and rounds are merged, others are served.
+for anything slow: while payloads become durable and rounds are merged, others are served.
 After StorageFailed nothing may be acknowledged any more: the process exits, and the next start
 recovers.
 """
@@ -62,7 +62,7 @@ NO_TRAFFIC: Traffic = (0, 0)
 
 
 class Observer(Protocol):
-    """Is told what happens in a run. Decides nothing. The run's lock is held, except in `refused`."""
+    """Is told what happens in a run; decides nothing. The lock is held, except in `refused`."""
 
     def started(self, run: TrainingRun) -> None:
         """This process has taken the run over."""

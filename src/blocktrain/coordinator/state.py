@@ -1,7 +1,7 @@
-"""What the coordinator knows, as frozen values, and how each decision changes it. Pure: time is always a parameter.
+"""What the coordinator knows, as frozen values, and how each decision changes it.
 
-Moments are seconds of the coordinator's monotonic clock. Such a clock restarts with the machine, so that
-only `remaining` time may be stored; `until` turns it back into a moment.
+Time is always a parameter. Moments are seconds of a monotonic clock, which restarts with the
+machine, so that only `remaining` time may be stored; `until` turns it back into a moment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Options:
     task_seconds: float = 20.0  # how long a task should take
     fixed_steps: int | None = None  # every task has exactly this size
     first_steps: int = 10  # for a worker of unknown speed
-    least_task: float = 0.05  # of task_seconds: a shorter task is not begun, its worker waits for the others of the round
+    least_task: float = 0.05  # of task_seconds: instead of a shorter task, a worker waits
     min_steps: int = 1
     max_steps: int = 10_000
     safety: float = 0.8  # share of the time left that a task may be planned to take
@@ -68,7 +68,7 @@ class Options:
 
     @classmethod
     def exact(cls, task_steps: int, steps: int) -> Self:
-        """For `blocktrain train`: nothing may depend on time, so that the same seed gives the same bytes."""
+        """For `blocktrain train`: nothing depends on time, so a seed gives the same bytes."""
         return cls(
             target_replicas=1,
             first_deadline=DAY,
@@ -97,7 +97,7 @@ class WaitingUpdate:
 
 @dataclass(frozen=True)
 class RoundState:
-    """The open round of a block. Its clock starts with the first lease or update, so that idle blocks do nothing."""
+    """The open round of a block. Its clock starts with the first lease or update."""
 
     deadline: float | None = None
     length: float = 0.0  # 0: by the block's task times
@@ -221,7 +221,7 @@ class CloseRound:
 
 @dataclass(frozen=True)
 class CloseEmpty:
-    """No quorum, even after the extension: the same version again, with more time. What has arrived stays."""
+    """No quorum, even after the extension: the same version again, with more time."""
 
     block: int
     version: int
@@ -314,9 +314,10 @@ def apply_grant(state: RunState, grant: Grant) -> RunState:
 def add_update(
     state: RunState, task: int, update: WaitingUpdate, deadline: float, seconds: float | None = None
 ) -> RunState:
-    """After an update was accepted and recorded. `deadline` starts the round's clock if nobody has yet.
+    """After an update was recorded. `deadline` starts the round's clock, if nothing has yet.
 
-    It also replaces a later one of a block of which no task was timed before: that was a guess, for which fast workers would wait.
+    It also replaces a later deadline of a block whose tasks were never timed: that was a guess, for
+    which fast workers would wait.
     """
     lease = state.leases[task]
     block = state.blocks[lease.block]
@@ -342,14 +343,17 @@ def apply_version(state: RunState, index: int, block: BlockState, max_staleness:
 
 
 def drop_updates(state: RunState, index: int, updates: frozenset[str]) -> RunState:
-    """After a merge refused these updates without making a version: the round goes on without them."""
+    """After a merge left out these updates and made no version: the round goes on."""
     block = state.blocks[index]
     kept = tuple(u for u in block.round.updates if u.id not in updates)
     return with_block(state, index, replace(block, round=replace(block.round, updates=kept)))
 
 
 def apply(state: RunState, action: Action) -> RunState:
-    """After a decision that changes nothing but the state; CloseRound is applied by `apply_version`, when the merge is durable."""
+    """After a decision that changes only the state.
+
+    CloseRound changes nothing here: `apply_version` does, when the merge is durable.
+    """
     if isinstance(action, Expire):
         lease = state.leases.get(action.task)
         return (

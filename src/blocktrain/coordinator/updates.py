@@ -1,4 +1,4 @@
-"""An update's way in: judged, made durable, checked, recorded. A refused one leaves nothing behind."""
+"""An update's way in: judged, made durable, checked, recorded. A refusal leaves nothing."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A store knows neither the coordinator's decisions nor its clock. Times go in and
 that are left or have passed, because a monotonic clock starts again with the machine.
 
 A store never calls back. The caller links its ledger entries to the head that it knows, signs what
-depends on their hashes, and hands over the finished transaction. The store checks in the transaction
-that the ledger has not moved on in the meantime.
+depends on their hashes, and hands over the finished transaction. In the transaction the store
+checks that the ledger has not moved on in the meantime.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class BlobReader(Protocol):
 
 
 class Blobs(BlobReader, Protocol):
-    """Blobs, and the chunks of uploads that are not complete. What `put` has returned is durable."""
+    """Blobs, and the chunks of incomplete uploads. What `put` has returned is durable."""
 
     def put(self, content: bytes) -> str:
         """Store bytes and give their name. The same bytes again are the same blob."""
@@ -261,7 +261,8 @@ class Store(StoreReader, Protocol):
     """Every method is one transaction, durable when it returns.
 
     Conflict: the stored state does not allow the change, and nothing was changed.
-    StorageFailed: a write was not made durable. Acknowledge nothing, exit, recover at the next start.
+    StorageFailed: a write was not made durable. Acknowledge nothing and exit; the next start
+    recovers.
     """
 
     run_id: str

@@ -1,7 +1,7 @@
 """A store in memory, for tests and simulations that need no disk.
 
-It keeps the contract in full, except that nothing survives the process. What would be the disk is an
-object of its own: a store that is opened on the same disk again continues as after a crash.
+It keeps the contract in full, except that nothing survives the process. Its disk is an object of
+its own: a store that is opened on the same disk again continues as after a crash.
 """
 
 from __future__ import annotations
