@@ -426,7 +426,7 @@ def test_a_resumed_run_trusts_its_own_record(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Blocks are written again from the ledger, a damaged log does no harm, other text is refused."""
+    """Blocks come from the ledger again, a damaged log does no harm, other text is refused."""
     run = RunFolder(Path(shutil.copytree(trained, tmp_path / "copy")))
     good = run.weights(1).read_bytes()
     publish(
