@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +29,16 @@ from blocktrain.errors import (
 )
 
 STOP_SECONDS = 60
+
+
+def peak_mb() -> float:
+    """The peak resident memory of this process in MB, interpreter and libraries included."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would include the parent's
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return round(int(line.split()[1]) * 1024 / 1e6, 1)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
 
 
 class Channel:

@@ -31,7 +31,7 @@ from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.folder import create_run
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.prepare import prepare
-from blocktrain.runs.results import Plan
+from blocktrain.runs.reference import TrainingPlan
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
 from support.manual_worker import CONFIG, IDENTITIES, play
@@ -115,7 +115,7 @@ def test_honest_run_trains_again_to_the_same_bytes(
 def test_a_folder_of_train_is_audited(tmp_path: Path, corpus_folder: Path) -> None:
     run = create_run(tmp_path / "run", CONFIG, str(corpus_folder))
     train_blocks(
-        Plan(run, CONFIG, CorpusSource(str(corpus_folder), None, tmp_path)), lambda *_: None
+        TrainingPlan(run, CONFIG, CorpusSource(str(corpus_folder), None, tmp_path)), lambda *_: None
     )
     found = audit(open_folder(run.folder), retrain=True)
     assert found.ok and found.versions == found.retrained == CONFIG.blocks

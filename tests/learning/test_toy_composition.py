@@ -24,7 +24,8 @@ from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.model import Cache, FanReadout, IndependentBlock
 from blocktrain.runs import local
 from blocktrain.runs.folder import create_run, load_model, read_manifest
-from blocktrain.runs.results import Plan, complete
+from blocktrain.runs.reference import TrainingPlan
+from blocktrain.runs.results import complete
 from blocktrain.serving.entry.answer import Request
 from conftest import tiny_config, train_model
 from support.answers import ask
@@ -94,7 +95,7 @@ def test_a_run_of_it_is_trained_judged_and_served(
     monkeypatch.setattr(local, "run_jobs", run_here)
     config = tiny_config(compose="mixture", blocks=2, steps=10)
     run = create_run(tmp_path / "run", config, str(corpus_folder))
-    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path), slots=1)
+    plan = TrainingPlan(run, config, Source(str(corpus_folder), None, tmp_path), slots=1)
     local.train_blocks(plan, lambda *_: None)
     result = complete(plan, lambda _: None)
     assert result["valid_ce"]["composed"] == result["valid_ce"]["mixture"]

@@ -24,7 +24,8 @@ from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.tokenizer import Bytes, Ids, Tokenizer, register
 from blocktrain.runs import local
 from blocktrain.runs.folder import create_run, load_model
-from blocktrain.runs.results import Plan, complete, evaluate_run
+from blocktrain.runs.reference import TrainingPlan
+from blocktrain.runs.results import complete, evaluate_run
 from blocktrain.serving.entry.answer import Request
 from conftest import tiny_config, train_model
 from support.answers import ask
@@ -107,7 +108,7 @@ def test_a_run_of_it_is_trained_judged_and_written_with(
     monkeypatch.setattr(local, "run_jobs", run_here)
     config = small(blocks=3)
     run = create_run(tmp_path / "run", config, str(corpus_folder))
-    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path))
+    plan = TrainingPlan(run, config, Source(str(corpus_folder), None, tmp_path))
     local.train_blocks(plan, lambda *_: None)
     result = complete(plan, lambda _: None)
     text = plan.source.open()

@@ -22,7 +22,8 @@ from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
-from blocktrain.runs.results import Plan, complete
+from blocktrain.runs.reference import TrainingPlan
+from blocktrain.runs.results import complete
 from blocktrain.store.open import read_store
 from blocktrain.watch.server import open_coordinator
 from conftest import tiny_config
@@ -34,7 +35,7 @@ from pathlib import Path
 from blocktrain.runs import local
 from blocktrain.errors import Interrupted
 from blocktrain.learning.data import Source
-from blocktrain.runs.results import Plan
+from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.folder import open_run
 
 local.TASK_STEPS = int(sys.argv[2])
@@ -42,7 +43,7 @@ local.TASK_STEPS = int(sys.argv[2])
 if __name__ == "__main__":
     run, config, data, _ = open_run(Path(sys.argv[1]))
     source, reference = Source(data, None, run.folder), sys.argv[3] == "reference"
-    plan = Plan(run, config, source, reference=reference, slots=int(sys.argv[4]))
+    plan = TrainingPlan(run, config, source, reference=reference, slots=int(sys.argv[4]))
     try:
         local.train_blocks(plan, lambda *_: None)
     except Interrupted as error:
@@ -183,7 +184,7 @@ def test_a_second_train_in_the_same_folder_names_the_first(
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=2)
     run = create_run(tmp_path / "run", config, str(corpus_folder))
-    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path))
+    plan = TrainingPlan(run, config, Source(str(corpus_folder), None, tmp_path))
     first = open_coordinator(run.folder / "coordinator")
     try:
         with pytest.raises(RunError) as refused:
@@ -206,7 +207,7 @@ def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path
         path.unlink()
     warnings: list[str] = []
     train_blocks(
-        Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)),
+        TrainingPlan(here.run, config, Source(str(corpus_folder), None, tmp_path)),
         lambda *_: None,
         warnings.append,
     )
@@ -219,7 +220,7 @@ def test_a_damaged_reference_is_trained_again(
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=4)
     run = create_run(tmp_path / "run", config, str(corpus_folder), reference=True)
-    plan = Plan(run, config, Source(str(corpus_folder), None, tmp_path), reference=True)
+    plan = TrainingPlan(run, config, Source(str(corpus_folder), None, tmp_path), reference=True)
     train_blocks(plan, lambda *_: None)
     complete(plan, lambda _: None)
     good = run.weights(REFERENCE).read_bytes()
@@ -245,7 +246,7 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(
     here.finish()  # nothing is left to do
     assert here.versions() == 9
     result = complete(
-        Plan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda _: None
+        TrainingPlan(here.run, config, Source(str(corpus_folder), None, tmp_path)), lambda _: None
     )
     assert set(result["valid_ce"]) == {
         "composed",

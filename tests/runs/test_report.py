@@ -18,8 +18,9 @@ from blocktrain.learning.data import Source
 from blocktrain.protocol.events import EventLog
 from blocktrain.runs.folder import create_run, open_run
 from blocktrain.runs.local import train_blocks
+from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.report import write_report
-from blocktrain.runs.results import Plan, complete
+from blocktrain.runs.results import complete
 
 TINY = {"blocks": 3, "layers_per_block": 1, "width": 32, "steps": 20, "context": 32, "batch": 4}
 
@@ -48,7 +49,9 @@ def _train(tmp_path: Path, preset: str | None, *, reference: bool) -> Path:
     )
     config = make_config(dict(TINY), preset=preset)
     run = create_run(tmp_path / "run", config, str(corpus))
-    plan = Plan(run, config, Source(str(corpus), None, tmp_path / "cache"), reference=reference)
+    plan = TrainingPlan(
+        run, config, Source(str(corpus), None, tmp_path / "cache"), reference=reference
+    )
     train_blocks(plan, lambda *_: None)
     complete(plan, lambda _: None)
     return run.folder

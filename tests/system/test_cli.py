@@ -105,6 +105,40 @@ def test_evaluate_agrees_with_the_result_of_the_run(
     assert {"composed", "block_1", "block_2", "pool", "fuse", "reference"} == set(models)
 
 
+def test_the_length_of_an_evaluation_can_be_chosen(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for words in ([], ["--eval-bytes", "500"], ["--eval-bytes", "500", "--threads", "2"]):
+        assert _called(monkeypatch, "evaluate", str(trained), "--json", *words) == 0
+        found[len(words)] = json.loads(capsys.readouterr().out)
+    whole, part, threads = found.values()
+    assert whole["evaluated_bytes"] == whole["valid_bytes"] == part["valid_bytes"] > 500
+    assert part["evaluated_bytes"] == threads["evaluated_bytes"] == 500
+    losses = [told["models"]["composed"]["nats_per_byte"] for told in (whole, part, threads)]
+    assert losses[0] != losses[1] == pytest.approx(losses[2], abs=1e-4)
+    assert _called(monkeypatch, "evaluate", str(trained), "--eval-bytes", "500") == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"the first 500 of {whole['valid_bytes']:,} bytes of the valid split" in shown
+
+
+def test_train_evaluates_as_much_as_it_is_asked_to(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another length leaves the weights as they are, and the report says what was measured."""
+    run = Path(shutil.copytree(trained, tmp_path / "copy"))
+    before = json.loads((run / "result.json").read_text())
+    words = ("--resume", "--out", str(run), "--eval-bytes", "300")
+    assert _called(monkeypatch, "train", *words) == 0
+    after = json.loads((run / "result.json").read_text())
+    assert after["corpus"] == {**before["corpus"], "evaluated_bytes": 300}
+    assert set(after) == set(before) and after["valid_ce"] != before["valid_ce"]
+    for name in ("block-1.safetensors", "config.json"):
+        assert (run / "model" / name).read_bytes() == (trained / "model" / name).read_bytes()
+    assert "first 300 of" in (run / "report.html").read_text()
+    assert "first 300 of" in (run / "model" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("mode", [[], ["--mode", "sweep", "--sweeps", "3"]])
 def test_the_same_seed_writes_the_same_bytes(
     trained: Path,
@@ -356,6 +390,10 @@ BAD_INPUT = [
         ],
         "sigma_min=1.0 must be below",
     ),
+    (["train", "--data", "notes.txt", "--eval-bytes", "3"], "larger --eval-bytes"),
+    (["train", "--eval-bytes", "0"], "--eval-bytes: must be at least 1 (got 0)"),
+    (["evaluate", "full", "--threads", "0"], "--threads: must be at least 1 (got 0)"),
+    (["evaluate", "full", "--eval-bytes", "1.5"], "--eval-bytes: must be a whole number"),
     (["train", "--resume", "--out", "full"], "not a run folder"),
     (["train", "--resume"], "no unfinished run"),
     (["evaluate", "nothing"], "no finished model"),

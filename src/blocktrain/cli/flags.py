@@ -46,6 +46,30 @@ def flags_of(name: str, title: str, model: type[BaseModel], without: Collection[
     ]
 
 
+def at_least(least: float, most: float = math.inf) -> Parameter:
+    """A number from `least` to `most`."""
+
+    def check(_: object, value: float | None) -> None:
+        if value is None:
+            return
+        if not value >= least:  # NaN is refused, too
+            raise ValueError(f"must be at least {least}")
+        if value > most:
+            raise ValueError(f"must be at most {most}")
+
+    return Parameter(validator=check, converter=_number)
+
+
+def _number(kind: type, tokens: Sequence[Word]) -> float:
+    """The number as it is written: 3.9 is not rounded to a whole number."""
+    try:
+        return float(tokens[0].value) if kind is float else int(tokens[0].value)
+    except ValueError:
+        raise ValueError(
+            "must be a number" if kind is float else "must be a whole number"
+        ) from None
+
+
 Settings = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
 VARIES = (
     "seed",
@@ -78,6 +102,22 @@ Ca = Annotated[
         help="Certificate (PEM) that signed the coordinator's own, if it is not a public one."
     ),
 ]
+Threads = Annotated[
+    int,
+    at_least(1),
+    Parameter(
+        help="Threads that compute. One is the fastest on a busy machine; more help large models "
+        "on idle cores, and may change the last bits of a result."
+    ),
+]
+EvalBytes = Annotated[
+    int | None,
+    at_least(1),
+    Parameter(
+        help="Evaluate on the first N bytes of the valid split, to save time; by default on all. "
+        "Figures on different lengths are not comparable."
+    ),
+]
 Yes = Annotated[bool, Parameter(negative=())]
 Json = Annotated[
     bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())
@@ -87,26 +127,6 @@ Json = Annotated[
 def given(settings: Any) -> dict[str, Any]:
     """Only the settings that were named on the command line."""
     return {} if settings is None else settings.model_dump(exclude_none=True)
-
-
-def at_least(least: float, most: float = math.inf) -> Parameter:
-    """A number from `least` to `most`."""
-
-    def check(_: object, value: float) -> None:
-        if not value >= least:  # NaN is refused, too
-            raise ValueError(f"must be at least {least}")
-        if value > most:
-            raise ValueError(f"must be at most {most}")
-
-    return Parameter(validator=check, converter=_number)
-
-
-def _number(kind: type, tokens: Sequence[Word]) -> float:
-    """The number as it is written: 3.9 is not rounded to a whole number."""
-    try:
-        return int(tokens[0].value) if kind is int else float(tokens[0].value)
-    except ValueError:
-        raise ValueError("must be a whole number" if kind is int else "must be a number") from None
 
 
 def explain(error: CycloptsError) -> str:

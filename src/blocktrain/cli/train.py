@@ -22,7 +22,7 @@ from blocktrain.cli.environment import (
     require_model,
     source,
 )
-from blocktrain.cli.flags import Json, Settings, Yes, at_least, given
+from blocktrain.cli.flags import EvalBytes, Json, Settings, Threads, Yes, at_least, given
 from blocktrain.config import make_config, read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
 
@@ -30,13 +30,30 @@ if TYPE_CHECKING:
     from blocktrain.learning.compose import Model
     from blocktrain.runs.folder import RunSettings
 
+EVAL_ADVICE = "use a longer text, a larger --eval-bytes or a smaller --context"
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """What `train` does beside the blocks; it may differ when a run is resumed."""
+
+    reference: Annotated[
+        bool,
+        Parameter(
+            help="Also train the end-to-end model of the same shape, and report the gap.",
+            negative=(),
+        ),
+    ] = False
+    threads: Threads = 1
+    eval_bytes: EvalBytes = None
+
 
 def train(
     *,
     data: str | None = None,
     out: Path | None = None,
     resume: Yes = False,
-    reference: Yes = False,
+    flags: Annotated[TrainFlags | None, Parameter(name="*")] = None,
     preset: str | None = None,
     config: Path | None = None,
     settings: Settings = None,
@@ -54,34 +71,38 @@ def train(
         The run folder; by default a new one under runs/.
     resume
         Continue the run in --out, or the newest unfinished one under runs/.
-    reference
-        Also train the end-to-end model of the same shape, and report the gap.
     preset
         Named settings: "paper" is the method as published.
     config
         A TOML file with settings; flags win over it.
     """
-    flags = TrainFlags(data, preset, config, given(settings), reference)
-    found = _resume(out, flags) if resume else _begin(out, flags)
-    result, page = _train(found)
+    flags = flags or TrainFlags()
+    request = TrainRequest(data, preset, config, given(settings), flags.reference)
+    found = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
+    result, page = _train(found, flags)
     if json_:
         print(json.dumps(result))
         return
     _show_result(result, found.run.folder, page)
 
 
-def _train(found: RunSettings) -> tuple[dict[str, Any], Path]:
+def _train(found: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]:
     """Train, evaluate and report, with progress bars."""
     from rich.markup import escape
 
     from blocktrain.runs.folder import block_name
     from blocktrain.runs.local import train_blocks
+    from blocktrain.runs.reference import TrainingPlan
     from blocktrain.runs.report import write_report
-    from blocktrain.runs.results import Plan, complete
+    from blocktrain.runs.results import complete
     from blocktrain.terminal import StepBars, bar, console
 
     run, config, data, reference = found
-    plan = Plan(run, config, source(data), reference=reference, slots=cores())
+    slots = max(1, cores() // flags.threads)
+    plan = TrainingPlan(
+        run, config, source(data), reference, slots, flags.threads, flags.eval_bytes
+    )
+    plan.evaluated().require(config.context, "valid", advice=EVAL_ADVICE)
     console.print(
         f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  "
         f"{config.blocks} blocks, {config.steps} steps each"
@@ -102,8 +123,8 @@ def _train(found: RunSettings) -> tuple[dict[str, Any], Path]:
         ) from None
 
 
-class TrainFlags(NamedTuple):
-    """What the command line of `train` says about the run."""
+class TrainRequest(NamedTuple):
+    """What the command line of `train` says about the run itself."""
 
     data: str | None
     preset: str | None
@@ -112,30 +133,33 @@ class TrainFlags(NamedTuple):
     reference: bool
 
 
-def _begin(out: Path | None, flags: TrainFlags) -> RunSettings:
+def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.data import absolute
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import pick_device
     from blocktrain.runs.folder import create_run, open_run
 
-    from_file, of_run = read_settings(flags.config)
-    data = absolute(str(of_run.get("data", "stdlib")) if flags.data is None else flags.data)
-    made = make_config({**from_file, **flags.settings}, flags.preset)
+    from_file, of_run = read_settings(request.config)
+    data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
+    made = make_config({**from_file, **request.settings}, request.preset)
     pick_device(made.device)
-    source(data).open().encode(tokenizer_of(made)).require(made.context)
+    text, tokenizer = source(data).open(), tokenizer_of(made)
+    text.encode(tokenizer).require(made.context)
+    evaluated = text.limit_valid(eval_bytes).encode(tokenizer)
+    evaluated.require(made.context, "valid", advice=EVAL_ADVICE)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
         raise ConfigError(
-            f"{flags.config}: reference must be true or false, and data a text "
+            f"{request.config}: reference must be true or false, and data a text "
             f"(got {reference!r}, {of_run.get('data')!r})"
         )
     folder = out or new_run_folder(data)
-    create_run(folder, made, data, reference=reference or flags.reference)
+    create_run(folder, made, data, reference=reference or request.reference)
     return open_run(folder)
 
 
-def _resume(out: Path | None, flags: TrainFlags) -> RunSettings:
+def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
     """An unfinished run. It keeps its settings, but the reference may be added later."""
     from blocktrain.learning.data import absolute
     from blocktrain.runs.folder import open_run, want_reference
@@ -147,10 +171,10 @@ def _resume(out: Path | None, flags: TrainFlags) -> RunSettings:
             "there is nothing to resume here"
         )
     named = {
-        "data": flags.data and absolute(flags.data),
-        "preset": flags.preset,
-        "config": flags.config,
-        **flags.settings,
+        "data": request.data and absolute(request.data),
+        "preset": request.preset,
+        "config": request.config,
+        **request.settings,
     }
     kept = {"data": found.data, **found.config.model_dump()}
     if changed := [name for name, value in named.items() if value not in (None, kept.get(name))]:
@@ -158,13 +182,16 @@ def _resume(out: Path | None, flags: TrainFlags) -> RunSettings:
             f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; "
             "start a new run for that"
         )
-    return want_reference(found) if flags.reference and not found.reference else found
+    return want_reference(found) if request.reference and not found.reference else found
 
 
 def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
+    from blocktrain.runs.folder import valid_size
     from blocktrain.terminal import ce_table, console, printable
 
-    console.print(ce_table("valid cross entropy", result["valid_ce"]))
+    corpus = result["corpus"]
+    size = valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))
+    console.print(ce_table(f"cross entropy on {size}", result["valid_ce"]))
     if result["gap"] is not None:
         console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
     sample = result["sample"]["prompt"] + result["sample"]["text"]
@@ -179,6 +206,8 @@ def evaluate(
     data: str | None = None,
     draws: Annotated[int, at_least(1)] = 8,
     device: str = "cpu",
+    threads: Threads = 1,
+    eval_bytes: EvalBytes = None,
     json_: Json = False,
 ) -> None:
     """Cross entropy of a trained run on its valid split.
@@ -201,7 +230,7 @@ def evaluate(
 
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import pick_device
-    from blocktrain.runs.folder import load_model, read_manifest
+    from blocktrain.runs.folder import load_model, read_manifest, valid_size
     from blocktrain.runs.results import evaluate_run
     from blocktrain.terminal import bar, ce_table, console
 
@@ -212,15 +241,17 @@ def evaluate(
         raise (
             error if data is not None else CorpusError(f"{error}; name another text with --data")
         ) from None
-    tokens = corpus.encode(tokenizer_of(model.config))
-    tokens.require(model.config.context, "valid", advice="use a longer text")
+    tokens = corpus.limit_valid(eval_bytes).encode(tokenizer_of(model.config))
+    tokens.require(model.config.context, "valid", advice=EVAL_ADVICE)
     with bar("evaluating") as progress:
-        ce = evaluate_run(run, model, tokens, draws=draws, progress=progress)
+        ce = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
+    sizes = {"valid_bytes": len(corpus.valid), "evaluated_bytes": len(tokens.text.valid)}
     if json_:
         models = {name: _units(nats) for name, nats in ce.items()}
-        print(json.dumps({"data": corpus.name, "valid_bytes": len(corpus.valid), "models": models}))
+        print(json.dumps({"data": corpus.name, **sizes, "models": models}))
         return
-    console.print(ce_table(escape(f"{run} on {corpus.name}, {len(corpus.valid):,} bytes"), ce))
+    title = f"{run} on {corpus.name}, {valid_size(**sizes)}"
+    console.print(ce_table(escape(title), ce))
     if "euler" not in ce:
         console.print(
             "[dim]no Euler rows: the blocks were trained with objective=next "
@@ -290,6 +321,7 @@ def generate(
         str, Parameter(show_default=lambda _: "a line break", allow_leading_hyphen=True)
     ] = "\n",
     flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
+    threads: Threads = 1,
     raw: Yes = False,
 ) -> None:
     """Write text after a prompt, as it is made. The same seed gives the same bytes.
@@ -307,10 +339,10 @@ def generate(
     flags = flags or TextFlags()
     flags.check()
     text = os.fsencode(prompt) or b"\n"
-    _write_text(run, text, flags, raw=raw or not sys.stdout.isatty())
+    _write_text(run, text, flags, threads=threads, raw=raw or not sys.stdout.isatty())
 
 
-def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, raw: bool) -> None:
+def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, threads: int, raw: bool) -> None:
     import torch
 
     from blocktrain.learning.threads import limited_threads
@@ -322,8 +354,8 @@ def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, raw: bool) -> Non
     writer = TextWriter(raw=raw)
     writer.write(prompt)
     tokenizer = tokenizer_of(model.config)
-    # On more threads a token's bits depend on how many others are computed with it.
-    with limited_threads():
+    # On more threads than one, a token's bits depend on how many others are computed with it.
+    with limited_threads(threads):
         for token in _text(model, tokenizer.encode(prompt).tolist(), flags):
             writer.write(tokenizer.token(token))
     writer.close()

@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,10 @@ class Corpus:
         text = self.text
         train, calibration = tokenizer.encode(text.train), tokenizer.encode(text.calibration)
         return Corpus(self.name, train, calibration, tokenizer.encode(text.valid), text)
+
+    def limit_valid(self, size: int | None) -> Corpus:
+        """This text with a valid part of at most so many bytes; None keeps all of it."""
+        return replace(self, valid=self.valid[:size])
 
     @property
     def text(self) -> Corpus:

@@ -68,11 +68,22 @@ def evaluate(
     return {"composed": found[model.config.compose], **found}
 
 
-def evaluate_alone(block: IndependentBlock, split: Ids, context: int, *, rows: int = 16) -> float:
+def evaluate_alone(
+    block: IndependentBlock,
+    split: Ids,
+    context: int,
+    *,
+    rows: int = 16,
+    progress: Progress = lambda _: None,
+) -> float:
     """Cross entropy of one plain block: the end-to-end reference, or a single `next` block."""
-    device = block.embed.device
     return cross_entropies(
-        lambda t, _: {"ce": block(block.features(t))}, split, context, rows=rows, device=device
+        lambda t, _: {"ce": block(block.features(t))},
+        split,
+        context,
+        rows=rows,
+        device=block.embed.device,
+        progress=progress,
     )["ce"]
 
 

@@ -199,6 +199,13 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
+def valid_size(valid_bytes: int, evaluated_bytes: int | None) -> str:
+    """How much of the valid split a figure was measured on, in words; None is all of it."""
+    if evaluated_bytes is not None and evaluated_bytes < valid_bytes:
+        return f"the first {evaluated_bytes:,} of {valid_bytes:,} bytes of the valid split"
+    return f"the valid split, {valid_bytes:,} bytes"
+
+
 def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> None:
     """model/README.md: what the model is, what it was trained on, how good it is, its limits."""
     rows = "\n".join(
@@ -215,7 +222,7 @@ def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> 
 ({corpus["train_bytes"]:,} bytes), seed {config.seed}. Fingerprint of the settings:
 `{config.fingerprint}`.
 
-Cross entropy on the valid split ({corpus["valid_bytes"]:,} bytes):
+Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))}:
 
 | model | nats/byte | bits/byte |
 |---|---|---|

@@ -24,7 +24,7 @@ from blocktrain.runs.folder import block_name, file_sha256, load_block, read_man
 from blocktrain.runs.local_worker import LocalWorker, work
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
-from blocktrain.runs.results import Plan, train_reference
+from blocktrain.runs.reference import TrainingPlan, train_reference
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.worker.task import corpus_folder
 
@@ -32,7 +32,7 @@ TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 
 def train_blocks(
-    plan: Plan,
+    plan: TrainingPlan,
     on_step: Callable[[int, int, float], None],
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
@@ -75,7 +75,7 @@ def train_blocks(
 
 
 def _run_jobs(
-    plan: Plan,
+    plan: TrainingPlan,
     coordinator: WatchedCoordinator,
     on_message: Callable[[str, dict[str, Any]], None],
     warn: Callable[[str], None],
@@ -96,7 +96,7 @@ def _run_jobs(
         run_jobs(jobs, plan.slots, on_message)
 
 
-def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
+def _has_reference(plan: TrainingPlan, warn: Callable[[str], None]) -> bool:
     """Whether the end-to-end model is trained and intact; else it is trained again."""
     path, known = plan.run.weights(REFERENCE), None
     if not path.exists():
@@ -112,7 +112,7 @@ def _has_reference(plan: Plan, warn: Callable[[str], None]) -> bool:
 
 
 @contextmanager
-def _coordinator(plan: Plan) -> Iterator[WatchedCoordinator]:
+def _coordinator(plan: TrainingPlan) -> Iterator[WatchedCoordinator]:
     """The run's coordinator. The first start makes its run from the settings and the corpus."""
     try:
         coordinator = open_coordinator(plan.run.folder / "coordinator")
@@ -144,7 +144,7 @@ def _coordinator(plan: Plan) -> Iterator[WatchedCoordinator]:
         coordinator.close()
 
 
-def _publish_all(plan: Plan, coordinator: WatchedCoordinator) -> None:
+def _publish_all(plan: TrainingPlan, coordinator: WatchedCoordinator) -> None:
     """The newest versions as the run's model. Here they are those that a fusion block has read."""
     compose_run(
         plan.run,

@@ -13,8 +13,8 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import RunError
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
-from blocktrain.processes import Channel
-from blocktrain.runs.results import REPORT_SECONDS, peak_mb
+from blocktrain.processes import Channel, peak_mb
+from blocktrain.runs.reference import REPORT_SECONDS
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.state import own_identity

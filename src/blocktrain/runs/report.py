@@ -22,7 +22,7 @@ from blocktrain.errors import RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.train import REFERENCE
 from blocktrain.protocol.events import read_events
-from blocktrain.runs.folder import block_name, open_run, read_json
+from blocktrain.runs.folder import block_name, open_run, read_json, valid_size
 from blocktrain.terminal import perplexity
 
 if TYPE_CHECKING:
@@ -313,6 +313,14 @@ def _ordered(facts: _Facts) -> list[str]:
     return sorted((name for name in facts.ce if name != facts.config.compose), key=rank)
 
 
+def _valid_part(facts: _Facts) -> str:
+    corpus = _object(facts.result.get("corpus"))
+    whole, part = corpus.get("valid_bytes"), corpus.get("evaluated_bytes")
+    if isinstance(whole, int) and isinstance(part, int) and part < whole:
+        return valid_size(whole, part)
+    return "the valid split"
+
+
 def _ce_table(facts: _Facts) -> str:
     names, rows = _ordered(facts), []
     for name in names:
@@ -331,7 +339,7 @@ def _ce_table(facts: _Facts) -> str:
         )
     header = ("", "nats/byte", "bits/byte", "perplexity")
     return _table(
-        "Cross entropy on the valid split", header, rows, "numbers", names.index("composed")
+        f"Cross entropy on {_valid_part(facts)}", header, rows, "numbers", names.index("composed")
     )
 
 
@@ -502,7 +510,7 @@ def _ce_chart(facts: _Facts) -> str:
         axes,
         "ce",
         "Cross entropy on text never seen",
-        "Nats per byte on the valid split; further left is better.",
+        f"Nats per byte on {_valid_part(facts)}; further left is better.",
     )
 
 

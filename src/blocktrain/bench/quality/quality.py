@@ -25,7 +25,7 @@ from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
-from blocktrain.processes import Channel, Job
+from blocktrain.processes import Channel, Job, peak_mb
 from blocktrain.runs.folder import (
     RunFolder,
     block_name,
@@ -35,7 +35,6 @@ from blocktrain.runs.folder import (
     read_json,
     write_json,
 )
-from blocktrain.runs.results import peak_mb
 
 SCALES: dict[str, dict[str, Any]] = {
     "standard": {

@@ -18,7 +18,8 @@ from blocktrain.errors import RunError
 from blocktrain.learning.data import Source
 from blocktrain.runs.folder import block_name, create_run, open_run, write_json
 from blocktrain.runs.local import train_blocks
-from blocktrain.runs.results import Plan, fit_and_seal
+from blocktrain.runs.reference import TrainingPlan
+from blocktrain.runs.results import fit_and_seal
 from blocktrain.terminal import JobBars, StepBars, console
 
 FIRST_BYTE_MS = 80.0
@@ -81,7 +82,7 @@ def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> 
     else:
         run = create_run(folder, config, source.spec, reference=True)
     if not (run.model / "config.json").exists():
-        plan = Plan(run, config, source, reference=True, slots=slots)
+        plan = TrainingPlan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:
             train_blocks(plan, lambda index, step, loss: bars.update(block_name(index), step, loss))
         fit_and_seal(run, config, source.spec, source.open().calibration)

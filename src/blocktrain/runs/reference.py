@@ -1,0 +1,71 @@
+"""One run to be trained on this machine, and the process that trains its end-to-end reference."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from blocktrain.config import Config
+from blocktrain.errors import Interrupted, RunError
+from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.threads import THREADS, use_threads
+from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.train import REFERENCE, Trainer
+from blocktrain.processes import Channel, peak_mb
+from blocktrain.runs.folder import RunFolder, publish
+
+CHECKPOINT_SECONDS = 20.0
+REPORT_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What to train, with which text, and on how many processes and threads."""
+
+    run: RunFolder
+    config: Config
+    source: Source
+    reference: bool = False  # whether to train the end-to-end model, too
+    slots: int = 1  # processes at a time
+    threads: int = THREADS  # of each process, and of the evaluation at the end
+    eval_bytes: int | None = None  # evaluate on the beginning of the valid part only
+
+    def corpus(self) -> Corpus:
+        """The tokens that the model reads."""
+        return self.source.open().encode(tokenizer_of(self.config))
+
+    def evaluated(self) -> Corpus:
+        """The same, with the valid part that the result is measured on."""
+        text = self.source.open().limit_valid(self.eval_bytes)
+        return text.encode(tokenizer_of(self.config))
+
+
+def train_reference(channel: Channel, plan: TrainingPlan) -> None:
+    """Train the end-to-end model from its saved state, if there is one, and publish its weights."""
+    use_threads(plan.threads)
+    trainer = Trainer(plan.config, REFERENCE)
+    state = plan.run.state(REFERENCE)
+    if state.exists():
+        try:
+            trainer.load(state)
+        except RunError:
+            channel.send(kind="state_lost")
+    reported = saved = time.monotonic()
+    losses: list[float] = []
+    for step, loss in trainer.run(plan.corpus().train, plan.config.steps):
+        losses.append(loss)
+        now = time.monotonic()
+        if now - reported > REPORT_SECONDS or step == plan.config.steps:
+            channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
+            reported, losses = now, []
+        if channel.stopped:
+            trainer.save(state)
+            raise Interrupted("stopped; its state is saved: continue with --resume")
+        if now - saved > CHECKPOINT_SECONDS:
+            trainer.save(state)
+            saved = now
+    channel.send(
+        kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb()
+    )
+    publish(plan.run, REFERENCE, trainer.block)
+    state.unlink(missing_ok=True)
