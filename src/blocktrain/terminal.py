@@ -1,4 +1,4 @@
-"""Progress bars, tables and text for a terminal. Bars and tables go to stderr, results to stdout."""
+"""Progress bars, tables and text for a terminal. Bars and tables go to stderr, text to stdout."""
 
 from __future__ import annotations
 
