@@ -8,7 +8,7 @@ from blocktrain.protocol.messages import (
     PROTOCOL,
     Blob,
     BlockVersion,
-    Corpus,
+    CorpusBlobs,
     Heartbeat,
     HeartbeatReply,
     Held,
@@ -34,7 +34,7 @@ from blocktrain.protocol.refusals import Code, Refused
 RUN, WORKER, NONCE, KEY, SHA = "0a" * 16, "1b" * 16, "2c" * 16, "3d" * 32, "4e" * 32
 CONFIG = make_config({})
 BLOB = Blob(sha256=SHA, length=1234)
-CORPUS = Corpus(name="wikitext2", train=BLOB, valid=BLOB)
+CORPUS = CorpusBlobs(name="wikitext2", train=BLOB, valid=BLOB)
 VERSION = BlockVersion(block=1, version=3, weights=BLOB)
 TASK = Task(
     task=7,

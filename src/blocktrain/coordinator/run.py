@@ -170,7 +170,7 @@ class TrainingRun:
             index: self._store_file(prepared / f"block-{index}.safetensors")
             for index in range(1, config.blocks + 1)
         }
-        parts = m.Corpus(
+        parts = m.CorpusBlobs(
             name=m.as_name(corpus),
             train=self._store_file(prepared / "train.txt"),
             valid=self._store_file(prepared / "valid.txt"),

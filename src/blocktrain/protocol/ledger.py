@@ -21,7 +21,7 @@ from blocktrain.protocol.messages import (
     Blob,
     BlockIndex,
     BlockVersion,
-    Corpus,
+    CorpusBlobs,
     Count,
     Lineage,
     Message,
@@ -77,7 +77,7 @@ class RunFacts(Message):
     coordinator: PublicKey
     config: Settings
     fingerprint: Sha256
-    corpus: Corpus
+    corpus: CorpusBlobs
     blocks: Annotated[tuple[BlockVersion, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
 
 

@@ -106,7 +106,7 @@ class Blob(Message):
     length: Count
 
 
-class Corpus(Message):
+class CorpusBlobs(Message):
     """The two files every worker trains and scores on; the name is for people."""
 
     name: Name
@@ -223,7 +223,7 @@ class JoinReply(Message):
     coordinator: PublicKey
     config: Settings
     fingerprint: Sha256
-    corpus: Corpus
+    corpus: CorpusBlobs
     next: Next
 
 
@@ -397,7 +397,7 @@ class Manifest(Signed):
     """Milliseconds since 1970, by the coordinator's clock."""
     config: Settings
     fingerprint: Sha256
-    corpus: Corpus
+    corpus: CorpusBlobs
     blocks: Annotated[tuple[BlockVersion, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
     finished: bool = False
 

@@ -41,7 +41,7 @@ def footprint(config: Config, index: int) -> int:
     return own + 4 * config.batch * config.context * saved + 4 * reads * block
 
 
-def corpus_folder(cache: Path, corpus: m.Corpus) -> Path:
+def corpus_folder(cache: Path, corpus: m.CorpusBlobs) -> Path:
     """Where the two files of a corpus are. Runs with the same corpus share it."""
     return cache / "corpora" / f"{corpus.train.sha256[:32]}-{corpus.valid.sha256[:32]}"
 
@@ -55,7 +55,7 @@ class Downloads:
         self._session, self._stopped = session, stopped
         self._cache, self._weights = cache, weights
 
-    def corpus(self, corpus: m.Corpus) -> Corpus:
+    def corpus(self, corpus: m.CorpusBlobs) -> Corpus:
         """The corpus of a run. Fetched once, also when several workers start together."""
         folder = corpus_folder(self._cache, corpus)
         folder.mkdir(parents=True, exist_ok=True)

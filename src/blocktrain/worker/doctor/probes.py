@@ -24,7 +24,7 @@ import httpx2
 from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
-from blocktrain.protocol.messages import MAX_REPLY, Corpus
+from blocktrain.protocol.messages import MAX_REPLY, CorpusBlobs
 from blocktrain.worker.doctor.diagnosis import CoordinatorAddress, HttpAnswer
 
 TIMEOUT = 4.0  # seconds for a connection, and for every answer
@@ -192,7 +192,7 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def cached_corpus(cache: Path, corpus: Corpus) -> dict[Path, str]:
+def cached_corpus(cache: Path, corpus: CorpusBlobs) -> dict[Path, str]:
     """The cached files of a run's corpus that have the right size, with their expected hashes."""
     from blocktrain.worker.task import corpus_folder
 
