@@ -60,7 +60,8 @@ def commands() -> str:
     from blocktrain.cli.app import app
 
     text = app.generate_docs()
-    text = re.sub(r"## Table of Contents\n.*?(?=\n\*\*Commands)", "", text, flags=re.DOTALL)
+    # The lists of commands follow, a title in bold for each group.
+    text = re.sub(r"## Table of Contents\n.*?(?=\n\*\*)", "", text, count=1, flags=re.DOTALL)
     text = text.replace("# blocktrain\n", "# Commands\n", 1)
     # Settings are flags of several commands: they have a page of their own.
     return re.sub(
