@@ -31,7 +31,7 @@ from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import amount, console
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
-from blocktrain.worker.retries import EventHandler
+from blocktrain.worker.session import EventHandler
 from blocktrain.worker.state import own_identity
 
 REPORT_SECONDS = 0.5

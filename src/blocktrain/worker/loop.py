@@ -20,8 +20,14 @@ from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_nonce
 from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.transfer import Plan, sha256
-from blocktrain.worker.retries import POLL_SECONDS, EventHandler, pause
-from blocktrain.worker.session import HeartbeatThread, UpdateUpload, WorkerSession
+from blocktrain.worker.session import (
+    POLL_SECONDS,
+    EventHandler,
+    HeartbeatThread,
+    UpdateUpload,
+    WorkerSession,
+    pause,
+)
 from blocktrain.worker.state import BlockFolder, PendingUpdate, TrainingState, WorkerCache
 from blocktrain.worker.task import BlockTraining, Downloads, footprint, open_training
 
@@ -136,7 +142,7 @@ class Worker:
             )
             return session.client.join(session.identity.sign(message))
 
-        reply = session.retry(call, self._stopped)
+        reply = session.retries.call(call, self._stopped)
         if reply.protocol != m.PROTOCOL or reply.worker != self._id:
             raise RunError(
                 f"the coordinator speaks protocol {reply.protocol}, this worker {m.PROTOCOL}; "
@@ -182,7 +188,7 @@ class Worker:
                 self._session.leave()
                 return "the current task is finished"
             if todo is None:
-                todo = self._session.retry(self._request_task, self._stopped)
+                todo = self._session.retries.call(self._request_task, self._stopped)
             if isinstance(todo, m.Wait) and todo.code == "finished":
                 self._await_answer()
                 self._session.leave()
@@ -231,7 +237,7 @@ class Worker:
             self._upload = upload
         if self._wait_for_answer(max(ANSWER_SHARE * seconds, ANSWER_SECONDS)):
             return self._take_answer()
-        reply = self._session.retry(
+        reply = self._session.retries.call(
             lambda: self._session.heartbeat(task, task.steps, None, 0), self._stopped
         )  # trained: in transit
         if not reply.go_on:  # already judged: the answer is in transit

@@ -1,14 +1,15 @@
-"""A worker's session with its coordinator: signed calls, heartbeats, uploads of updates."""
+"""A worker's session with its coordinator: signed calls, retries, heartbeats, uploads."""
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from blocktrain.clock import Clock
-from blocktrain.errors import BlockTrainError, Unreachable
+from blocktrain.errors import BlockTrainError, Interrupted, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_nonce, verify
@@ -16,13 +17,69 @@ from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.tensors import Tensors
 from blocktrain.protocol.transfer import split
 from blocktrain.web.client import retry_later, upload
-from blocktrain.worker.retries import EventHandler, Retries
 from blocktrain.worker.state import PendingUpdate
 
 T = TypeVar("T")
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0  # seconds
+POLL_SECONDS = 0.05  # how soon a stop is noticed
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 2.0, 10.0  # seconds between two heartbeats
 HEARTBEATS = 18  # until a task's deadline
 RESENDS = 5  # damaged in transit so often: something else is wrong
+
+
+class EventHandler(Protocol):
+    """Receives every event of a worker: a kind and its fields. Called from several threads."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def pause(clock: Clock, seconds: float, stopped: Callable[[], bool]) -> None:
+    """Sleep, and raise Interrupted as soon as the worker is stopped."""
+    end = clock.monotonic() + seconds
+    while True:
+        if stopped():
+            raise Interrupted("stopped; an update without an answer is sent at the next start")
+        left = end - clock.monotonic()
+        if left <= 0:
+            return
+        clock.sleep(min(left, POLL_SECONDS))
+
+
+class Retries:
+    """Repeats a call with growing, jittered pauses until it is answered.
+
+    Shared by all threads of a worker, so that an outage is announced once.
+    """
+
+    def __init__(self, emit: EventHandler, clock: Clock) -> None:
+        self._emit, self._clock = emit, clock
+        self._away = False
+        self._mutex = threading.Lock()
+
+    def call(self, call: Callable[[], T], stopped: Callable[[], bool]) -> T:
+        """The call's answer, however long it takes; Refused or Interrupted end it."""
+        seconds = FIRST_PAUSE
+        while True:
+            try:
+                answer = call()
+            except BlockTrainError as error:
+                if not retry_later(error):
+                    raise
+                pause(self._clock, 0.0, stopped)  # a stop is no outage
+                self._note(away=isinstance(error, Unreachable), reason=str(error))
+                pause(self._clock, seconds * random.uniform(0.5, 1.0), stopped)
+                seconds = min(2 * seconds, LONGEST_PAUSE)
+            else:
+                self._note(away=False)
+                return answer
+
+    def _note(self, *, away: bool, reason: str = "") -> None:
+        with self._mutex:
+            if away and not self._away:
+                self._emit("away", reason=reason)
+            if self._away and not away:
+                self._emit("back")
+            self._away = away
 
 
 class WorkerSession:
@@ -31,10 +88,7 @@ class WorkerSession:
     def __init__(self, client: Calls, identity: Identity, emit: EventHandler, clock: Clock) -> None:
         self.client, self.identity, self.emit, self.clock = client, identity, emit, clock
         self.run = self.fingerprint = self.key = ""  # known after joining
-        self._retries = Retries(emit, clock)
-
-    def retry(self, call: Callable[[], T], stopped: Callable[[], bool]) -> T:
-        return self._retries.call(call, stopped)
+        self.retries = Retries(emit, clock)
 
     def now_ms(self) -> int:
         """This machine's wall clock, in milliseconds since 1970."""
@@ -152,7 +206,7 @@ class UpdateUpload:
 
     def _run(self) -> None:
         try:
-            self.reply = self._session.retry(self._attempt, self._cancelled.is_set)
+            self.reply = self._session.retries.call(self._attempt, self._cancelled.is_set)
         except BlockTrainError as error:
             self.error = error
         except Exception as error:  # else the worker would wait for this thread without end

@@ -91,7 +91,7 @@ class Downloads:
         target.unlink(missing_ok=True)
         session = self._session
         session.emit("fetching", sha256=blob.sha256, bytes=blob.length)
-        return session.retry(
+        return session.retries.call(
             lambda: fetch(session.client, blob, target, worker=session.identity.worker),
             self._stopped,
         )

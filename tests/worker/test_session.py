@@ -11,7 +11,7 @@ import pytest
 from blocktrain.clock import SimulatedClock
 from blocktrain.errors import Interrupted, Unreachable
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.worker.retries import LONGEST_PAUSE, Retries, pause
+from blocktrain.worker.session import LONGEST_PAUSE, Retries, pause
 
 
 class Events:
