@@ -1,16 +1,10 @@
 """The tables of the embedded store, and the statements that every call needs.
 
 A change of a table's shape raises SCHEMA. A store with another number is refused with a sentence.
-
-SQLAlchemy writes each statement once, and the driver executes its text. Going through SQLAlchemy
-every time takes ten times as long as SQLite's own work.
+Only definitions are here: `sql` executes them.
 """
 
 from __future__ import annotations
-
-import sqlite3
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import (
@@ -26,7 +20,6 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
 )
-from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.sqlite import Insert, insert
 from sqlalchemy.engine import Connection
 
@@ -183,29 +176,6 @@ def create_tables(db: Connection) -> None:
         )
 
 
-class Statement:
-    """One statement as text. Its errors are the driver's."""
-
-    def __init__(self, clause: sa.sql.ClauseElement) -> None:
-        compiled: Any = clause.compile(dialect=sqlite.dialect(paramstyle="named"))
-        self._text = str(compiled)
-        self._fixed = {k: v for k, v in compiled.params.items() if v is not None}
-
-    def run(self, db: Connection, values: Mapping[str, Any]) -> sqlite3.Cursor:
-        return driver(db).execute(self._text, {**self._fixed, **values})
-
-    def run_each(self, db: Connection, rows: Iterable[Mapping[str, Any]]) -> None:
-        driver(db).executemany(self._text, ({**self._fixed, **row} for row in rows))
-
-
-def driver(db: Connection) -> sqlite3.Connection:
-    """The connection below SQLAlchemy's."""
-    connection: sqlite3.Connection | None = db.connection.driver_connection
-    if connection is None:
-        raise sqlite3.ProgrammingError("the connection is closed")
-    return connection
-
-
 def _upsert(table: sa.Table, *added: str) -> Insert:
     """Insert a row or overwrite it. The columns `added` are added to what is there."""
     statement, keys = insert(table), [column.name for column in table.primary_key]
@@ -218,14 +188,14 @@ def _upsert(table: sa.Table, *added: str) -> Insert:
 
 
 _t, _u, _v = tasks.c, updates.c, versions.c
-EPOCH = Statement(sa.select(meta.c.run_id, meta.c.epoch))
+EPOCH = sa.select(meta.c.run_id, meta.c.epoch)
 
-HEAD = Statement(sa.select(ledger).order_by(ledger.c.seq.desc()).limit(1))
-APPEND = Statement(ledger.insert())
+HEAD = sa.select(ledger).order_by(ledger.c.seq.desc()).limit(1)
+APPEND = ledger.insert()
 
-TASK = Statement(sa.select(_t.status, _t.fence, _t.worker).where(_t.task == sa.bindparam("task")))
-PUT_TASK = Statement(_upsert(tasks))
-PUT_TIMES = Statement(
+TASK = sa.select(_t.status, _t.fence, _t.worker).where(_t.task == sa.bindparam("task"))
+PUT_TASK = _upsert(tasks)
+PUT_TIMES = (
     tasks.update()
     .where(
         _t.task == sa.bindparam("of"),
@@ -234,10 +204,10 @@ PUT_TIMES = Statement(
     )
     .values(age=sa.bindparam("passed"), remaining=sa.bindparam("left"))
 )
-LOSE_TASK = Statement(
+LOSE_TASK = (
     tasks.update().where(_t.task == sa.bindparam("of"), _t.status != "done").values(status="lost")
 )
-FINISH_TASK = Statement(
+FINISH_TASK = (
     tasks.update()
     .where(
         *(
@@ -249,28 +219,26 @@ FINISH_TASK = Statement(
     .values(status="done")
 )
 
-PUT_ROUND = Statement(_upsert(rounds))
-END_ROUND = Statement(rounds.delete().where(rounds.c.block == sa.bindparam("block")))
-PUT_WORKER = Statement(_upsert(workers))
-ADD_BYTES = Statement(_upsert(counters, "bytes_in", "bytes_out"))
-PUT_NONCE = Statement(nonces.insert())
+PUT_ROUND = _upsert(rounds)
+END_ROUND = rounds.delete().where(rounds.c.block == sa.bindparam("block"))
+PUT_WORKER = _upsert(workers)
+ADD_BYTES = _upsert(counters, "bytes_in", "bytes_out")
+PUT_NONCE = nonces.insert()
 
 _UPDATE = [_u[name] for name in UpdateRecord.__dataclass_fields__]
 _WAITS = (_u.accepted == 1, _u.applied.is_(None), _u.dropped.is_(None))
-ANSWER = Statement(
+ANSWER = (
     sa.select(*_UPDATE, receipts.c.content)
     .select_from(updates.join(receipts, receipts.c.update == _u.id))
     .where(_u.task == sa.bindparam("task"), _u.payload == sa.bindparam("payload"))
 )
-PUT_UPDATE = Statement(updates.insert())
-PUT_RECEIPT = Statement(receipts.insert())
-PENDING = Statement(
-    sa.select(*_UPDATE).where(_u.block == sa.bindparam("block"), *_WAITS).order_by(_u.id)
-)
-APPLY_UPDATE = Statement(
+PUT_UPDATE = updates.insert()
+PUT_RECEIPT = receipts.insert()
+PENDING = sa.select(*_UPDATE).where(_u.block == sa.bindparam("block"), *_WAITS).order_by(_u.id)
+APPLY_UPDATE = (
     updates.update().where(_u.id == sa.bindparam("name")).values(applied=sa.bindparam("version"))
 )
-DROP_UPDATE = Statement(
+DROP_UPDATE = (
     updates.update()
     .where(_u.id == sa.bindparam("name"), *_WAITS)
     .values(dropped=sa.bindparam("reason"))
@@ -279,6 +247,6 @@ DROP_UPDATE = Statement(
 _OF_BLOCK = sa.select(*(_v[name] for name in VersionRecord.__dataclass_fields__)).where(
     _v.block == sa.bindparam("block")
 )
-NEWEST = Statement(_OF_BLOCK.order_by(_v.version.desc()).limit(1))
-VERSION = Statement(_OF_BLOCK.where(_v.version == sa.bindparam("version")))
-PUT_VERSION = Statement(versions.insert())
+NEWEST = _OF_BLOCK.order_by(_v.version.desc()).limit(1)
+VERSION = _OF_BLOCK.where(_v.version == sa.bindparam("version"))
+PUT_VERSION = versions.insert()
