@@ -24,6 +24,7 @@ from blocktrain.coordinator.state import (
     Stop,
     WorkerState,
 )
+from blocktrain.protocol.messages import MAX_BLOCKS
 
 
 def assign(now: float, state: RunState, options: Options, worker: str) -> Assignment:
@@ -342,3 +343,9 @@ def _takeable(
         # Its lease is long, and a second task beside it would split the only line of versions.
         return True
     return lease.expired and not (lease.trained and alive)
+
+
+def corpus_stream(options: Options, lease: Lease, data_order: str) -> int:
+    """Which order of the corpus a task reads. Replicas must not read the same text."""
+    own = lease.block if data_order == "own" else 1
+    return own if options.exclusive else (own + lease.number * (MAX_BLOCKS + 1)) % 2**32

@@ -14,7 +14,7 @@ from pathlib import Path
 from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.coordinator import state
-from blocktrain.coordinator.assignment import assign
+from blocktrain.coordinator.assignment import assign, corpus_stream
 from blocktrain.coordinator.closing import RoundCloser
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.recovery import worker_state
@@ -423,7 +423,7 @@ class Coordinator:
             base=lease.base,
             weights=run.blob(base.weights),
             seed=run.config.seed,
-            stream=run.policy.stream(run.config, lease.block, lease.number),
+            stream=corpus_stream(run.options, lease, run.config.data_order),
             start_step=lease.start_step,
             steps=lease.steps,
             compression=run.policy.compression,

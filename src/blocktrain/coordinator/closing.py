@@ -89,9 +89,7 @@ class RoundCloser:
         with run.lock:
             parent = run.version(action.block)
             waiting = {name: run.history.waiting[name] for name in action.updates}
-        merging = self._merger.submit(
-            merge_round, run.store, parent, waiting, run.policy.merge_options()
-        )
+        merging = self._merger.submit(merge_round, run.store, parent, waiting, run.merge_options)
         outcome = store_outcome(run.store, merging.result(), waiting)
         with run.lock:
             if outcome.weights is None:

@@ -11,7 +11,6 @@ from blocktrain.coordinator.merge import MergeOptions
 from blocktrain.coordinator.state import Options
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.compression import METHODS, Method
-from blocktrain.protocol.messages import MAX_BLOCKS
 from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 
@@ -91,11 +90,6 @@ class Policy(BaseModel):
         return MergeOptions(
             self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after
         )
-
-    def stream(self, config: Config, block: int, number: int) -> int:
-        """Which order of the corpus a task reads. Replicas must not read the same text."""
-        own = block if config.data_order == "own" else 1
-        return own if self.exclusive else (own + number * (MAX_BLOCKS + 1)) % 2**32
 
 
 def make_policy(settings: dict[str, Any]) -> Policy:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from blocktrain.clock import Clock
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
+from blocktrain.coordinator.merge import MergeOptions
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.coordinator.recovery import (
     Body,
@@ -138,6 +139,7 @@ class TrainingRun:
     config: Config
     policy: Policy
     options: state.Options
+    merge_options: MergeOptions
 
     def __init__(self, store: Store, identity: Identity, clock: Clock, observer: Observer) -> None:
         self.store, self.identity, self.clock, self.observer = store, identity, clock, observer
@@ -258,6 +260,7 @@ class TrainingRun:
             )
         self.policy = make_policy(document["policy"])
         self.options = self.policy.options(self.config)
+        self.merge_options = self.policy.merge_options()
 
     def close(self) -> None:
         """Commit byte counters and the time that has passed, and close the store."""
@@ -411,7 +414,7 @@ class TrainingRun:
 
     def version_body(self, record: VersionRecord, **more: Any) -> Body:
         """What the ledger says of a version. `more` are fields of VersionFacts."""
-        options = self.policy.merge_options()
+        options = self.merge_options
         content = {
             "parent": None,
             "weights": self.blob(record.weights),
