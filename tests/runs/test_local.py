@@ -19,12 +19,12 @@ from blocktrain.errors import RunError
 from blocktrain.learning.compose import independent
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.train import REFERENCE, Trainer
-from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.results import complete
 from blocktrain.store.open import read_store
+from blocktrain.watch.feed import read_events
 from blocktrain.watch.server import open_coordinator
 from conftest import tiny_config
 from support.waiting import until

@@ -15,12 +15,12 @@ import pytest
 from blocktrain.config import make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.data import Source
-from blocktrain.protocol.events import EventLog
 from blocktrain.runs.folder import create_run, open_run
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.report import write_report
 from blocktrain.runs.results import complete
+from blocktrain.watch.feed import EventLog
 
 TINY = {"blocks": 3, "layers_per_block": 1, "width": 32, "steps": 20, "context": 32, "batch": 4}
 

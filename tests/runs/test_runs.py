@@ -13,7 +13,6 @@ import torch
 from blocktrain.config import make_config, read_settings
 from blocktrain.errors import BlockTrainError, RunError
 from blocktrain.files import write_atomic
-from blocktrain.protocol.events import EventLog, read_events
 from blocktrain.runs.folder import (
     RunFolder,
     create_run,
@@ -25,6 +24,7 @@ from blocktrain.runs.folder import (
     seal,
     write_json,
 )
+from blocktrain.watch.feed import EventLog, read_events
 from conftest import random_model, tiny_config
 
 CPU = torch.device("cpu")

@@ -13,14 +13,24 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from blocktrain.cli.coordinator import EventLines
 from blocktrain.clock import SimulatedClock
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.events import read_events
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch import stream as watch_api
-from blocktrain.watch.feed import EVENTS, MAX_BEHIND, MAX_HISTORY, Feed, History, Listener
+from blocktrain.watch.feed import (
+    EVENTS,
+    MAX_BEHIND,
+    MAX_HISTORY,
+    EventLog,
+    Feed,
+    History,
+    Listener,
+    event_fields,
+    read_events,
+)
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.web import guard
 from blocktrain.web import server as web
@@ -506,3 +516,25 @@ def test_one_may_listen_before_there_is_a_run(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert "page        http" in (tmp_path / "coordinator.err").read_text()
+
+
+def test_an_event_is_checked_against_its_kind() -> None:
+    assert event_fields("refused", code="busy", count=2) == {"code": "busy", "count": 2}
+    with pytest.raises(ValidationError):
+        event_fields("refused", cod="busy")
+    with pytest.raises(ValidationError):
+        event_fields("worker", state="asleep")
+    with pytest.raises(KeyError):
+        event_fields("dance")
+
+
+def test_a_log_of_another_version_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time": 1.0, "kind": "dance", "more": 1}\n{"torn')
+    log = EventLog(path, SimulatedClock(now=5.0, epoch=100.0))
+    log.write("step", block=1, step=2, loss=0.5)
+    log.close()
+    first, second = read_events(path)
+    assert first["kind"] == "dance"
+    assert second == {"time": 105.0, "kind": "step", "block": 1, "step": 2, "loss": 0.5}
+    assert json.loads(path.read_text().splitlines()[1]) == second

@@ -16,11 +16,10 @@ from blocktrain.learning.compose import Model, composition_of, context_predictor
 from blocktrain.learning.data import Corpus, Source
 from blocktrain.learning.evaluate import cross_entropies, evaluate
 from blocktrain.learning.pool import fit_pool_weights
-from blocktrain.protocol.events import read_events
 from blocktrain.protocol.messages import BlockVersion
 from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
-from blocktrain.watch.feed import EVENTS, Listener
+from blocktrain.watch.feed import EVENTS, Listener, read_events
 from blocktrain.watch.scorer import sampled
 from blocktrain.watch.scoring import Scorer
 from blocktrain.watch.server import WatchedCoordinator

@@ -9,8 +9,7 @@ import pytest
 
 from blocktrain.errors import ConfigError
 from blocktrain.protocol import calls
-from blocktrain.protocol.events import read_events
-from blocktrain.watch.feed import EVENTS
+from blocktrain.watch.feed import EVENTS, read_events
 from blocktrain.watch.server import Listen, Server, open_coordinator, running
 from support.fake_worker import OPERATOR, TOKEN, begin, beginning, whole_ledger
 

@@ -18,13 +18,13 @@ from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import FolderInUse, RunError
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
-from blocktrain.protocol.events import EventLog
 from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.folder import block_name, file_sha256, load_block, read_manifest
 from blocktrain.runs.local_worker import LocalWorker, work
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
 from blocktrain.runs.reference import TrainingPlan, train_reference
+from blocktrain.watch.feed import EventLog
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
 from blocktrain.worker.task import corpus_folder
 

@@ -21,9 +21,9 @@ from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.train import REFERENCE
-from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import block_name, open_run, read_json, valid_size
 from blocktrain.terminal import perplexity
+from blocktrain.watch.feed import read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,6 @@ from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, pick_device
-from blocktrain.protocol.events import read_events
 from blocktrain.runs.folder import (
     RunFolder,
     block_name,
@@ -31,6 +30,7 @@ from blocktrain.runs.folder import (
     write_model_card,
 )
 from blocktrain.runs.reference import TrainingPlan
+from blocktrain.watch.feed import read_events
 
 SAMPLE_TOKENS = 400
 

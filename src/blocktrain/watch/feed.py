@@ -1,11 +1,15 @@
 """The events of a run, numbered: appended to a log, and sent to listeners at once.
 
-The log is for people. A full disk does not stop the run: events are dropped and counted.
+The log is for people: one JSON object a line, appended as things happen. A full disk does not stop
+the run: events are dropped and counted. Readers skip kinds and lines that they do not know, so logs
+of other versions stay readable.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import threading
 import time
@@ -15,16 +19,82 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from blocktrain.protocol.events import EventLog, event_fields
+from blocktrain.clock import Clock, SystemClock
+from blocktrain.protocol.events import KINDS
 
 EVENTS = "events.jsonl"  # in the coordinator's folder
 MAX_HISTORY = 5000  # events sent to a new listener; of frequent kinds only the newest
 FREQUENT = ("update", "task", "refused")
 MAX_BEHIND = 2000  # events that a listener may be behind
+_PIECE = 1 << 16  # bytes read at once from the end of a log
 _KIND = re.compile(r"[a-z]{1,20}\Z")
 _HEAD = re.compile(rb'\{"seq": (\d{1,16}), "time": [^,"]+, "kind": "([a-z]+)"')
+
+
+def event_fields(kind: str, **fields: Any) -> dict[str, Any]:
+    """The fields of an event, checked against its kind."""
+    return KINDS[kind](**fields).model_dump(mode="python", exclude_unset=True)
+
+
+class EventLog:
+    """Appends events to a file; every line carries the time and a kind."""
+
+    def __init__(self, path: Path, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._size = _whole_lines(path)
+        # A crash may have torn the last line. It must not damage the next one too.
+        os.ftruncate(self._file.fileno(), self._size)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        event = {
+            "time": round(self._clock.time(), 3),
+            "kind": kind,
+            **event_fields(kind, **fields),
+        }
+        self.append(json.dumps(event).encode() + b"\n")
+
+    def append(self, line: bytes) -> int:
+        """A whole line or, with an OSError, nothing of it; gives the position of its start."""
+        start = self._size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), start)
+            raise
+        self._size += len(line)
+        return start
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> int:
+    """Where the last complete line ends."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begins = max(0, end - _PIECE)
+            file.seek(begins)
+            if (found := file.read(end - begins).rfind(b"\n")) >= 0:
+                return begins + found + 1
+            end = begins
+    return 0
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All events of a log. Lines that are none are skipped, such as one torn by a crash."""
+    events = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                events.append(event)
+    return events
 
 
 class Event(NamedTuple):
