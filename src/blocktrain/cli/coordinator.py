@@ -142,7 +142,7 @@ def coordinator(
         server = Server(
             running, Listen(host, port, where.token, operator, certificate=certificate, key=key)
         )
-        printed = Commands(server.url, where.token, folder)
+        printed = Commands(server.url, where.token, folder, _self_signed(certificate))
         _announce(printed, json_)
         _serve(running, server, wanted, flags or CoordinatorFlags(), printed.pull)
     finally:
@@ -191,28 +191,41 @@ class Commands:
     url: str
     join_token: str
     folder: Path
+    ca: Path | None = None
+    """A certificate that no authority has signed: clients must name it to trust it."""
 
     @property
-    def _token(self) -> str:
-        return f" --token {shlex.quote(self.join_token)}" if self.join_token else ""
+    def _access(self) -> str:
+        token = f" --token {shlex.quote(self.join_token)}" if self.join_token else ""
+        return f"{token} --ca {shlex.quote(str(self.ca))}" if self.ca else token
 
     @property
     def join(self) -> str:
-        return f"blocktrain worker {self.url}{self._token}"
+        return f"blocktrain worker {self.url}{self._access}"
 
     @property
     def watch(self) -> str:
-        return f"blocktrain status {self.url} --watch{self._token}"
+        return f"blocktrain status {self.url} --watch{self._access}"
 
     @property
     def pull(self) -> str:
         out = self.folder.with_name(f"{self.folder.resolve().name}-model")
-        return f"blocktrain pull {self.url} --out {shlex.quote(str(out))}{self._token}"
+        return f"blocktrain pull {self.url} --out {shlex.quote(str(out))}{self._access}"
 
     @property
     def page(self) -> str:
         fragment = f"#token={quote(self.join_token, safe='')}" if self.join_token else ""
         return f"{self.url}/{fragment}"
+
+
+def _self_signed(certificate: Path | None) -> Path | None:
+    """The certificate itself, if it is its own issuer."""
+    if certificate is None:
+        return None
+    from cryptography import x509
+
+    parsed = x509.load_pem_x509_certificate(certificate.read_bytes())
+    return certificate.resolve() if parsed.issuer == parsed.subject else None
 
 
 def _announce(printed: Commands, json_: bool) -> None:
