@@ -1,4 +1,4 @@
-"""What every store promises. One body of tests for all of them: a new store adds a row to `KINDS`."""
+"""What every store promises. One body of tests for all: a new store adds a row to `KINDS`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,28 @@ def test_fences_only_rise_and_finished_tasks_stay_finished(store: Store) -> None
     for task in (1, 2):
         with pytest.raises(Conflict, match="over"):
             store.save(Changes(leases=[lease(task, fence=3)]))
+
+
+def test_the_numbers_of_a_blocks_tasks_are_used_once(store: Store) -> None:
+    started(store)
+    before = store.recover(9)
+    for leases in ([lease(3, number=0)], [lease(3, number=2), lease(4, number=2)]):
+        with pytest.raises(Conflict):
+            store.save(Changes(leases=leases, counts=[ByteCount(1, "w", 1, 1)]))
+    assert store.recover(9) == before and store.byte_counts() == []
+    store.save(Changes(leases=[lease(3, number=0, block=2)]))
+
+
+def test_an_update_needs_its_task_and_ends_it(store: Store) -> None:
+    started(store)
+    before, head = store.recover(9), store.head()
+    with pytest.raises(Conflict):
+        record(store, update(store, 9, accepted=False, code="not_finite"))
+    with pytest.raises(Conflict, match="is over"):
+        record(store, update(store, 1), Changes(leases=[lease(1, fence=2)]))
+    assert store.recover(9) == before and store.head() == head
+    assert store.answer(9, sha256(b"payload")) is None
+    assert not record(store, update(store, 1)).repeated
 
 
 def test_a_version_follows_its_parent_and_settles_every_update(store: Store) -> None:
@@ -306,6 +328,7 @@ def test_uploads_in_chunks(place: Opener) -> None:
     blobs.put_chunk(7, 1, 1, b"wrong")
     blobs.put_chunk(7, 1, 1, parts[1])
     blobs.put_chunk(7, 1, 2, parts[2])
+    blobs.put_chunk(7, 1, 5, b"more than the payload has")
     assert blobs.read(blobs.assemble(7, 1, names, whole)) == b"".join(parts)
     blobs.drop_chunks(7, 1)
     assert blobs.chunks(7, 1) == {} and blobs.chunks(7, 2) != {}

@@ -51,6 +51,7 @@ class MemoryDisk:
     rounds: dict[int, RoundRecord] = field(default_factory=dict)  # by block
     leases: dict[int, LeaseRecord] = field(default_factory=dict)  # by task: those that are out
     over: dict[int, LeaseRecord] = field(default_factory=dict)  # by task: done or lost
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, number) -> task
     answers: dict[tuple[int, str], StoredAnswer] = field(default_factory=dict)  # in order
     waiting: dict[str, UpdateRecord] = field(default_factory=dict)  # accepted, not merged yet
     answered: dict[int, int] = field(default_factory=dict)  # task with an accepted update -> block
@@ -128,7 +129,9 @@ class MemoryBlobs:
             for index in missing:
                 self._uploads.get((task, fence), {}).pop(index, None)
             require_chunks(task, missing, len(chunks))
-            return self.put_stream((self._uploads[task, fence][i] for i in sorted(here)), name)
+            return self.put_stream(
+                (self._uploads[task, fence][i] for i in range(len(chunks))), name
+            )
 
     def drop_chunks(self, task: int, fence: int) -> None:
         with self._mutex:
@@ -198,7 +201,7 @@ class MemoryStore:
             if (known := self.answer(update.task, update.payload)) is not None:
                 return known
             entries = (entry, *changes.entries)
-            self._check(changes, entries)
+            self._check(changes, entries, update.task if update.accepted else None)
             lease = self._disk.leases.get(update.task)
             key = (update.fence, update.worker, update.block, update.base)
             if update.accepted:
@@ -210,6 +213,8 @@ class MemoryStore:
                 self._disk.over[update.task] = self._disk.leases.pop(update.task)
                 self._disk.waiting[update.id] = update
                 self._disk.answered[update.task] = update.block
+            elif lease is None and update.task not in self._disk.over:
+                raise Conflict(f"the store refused a change: there is no task {update.task}")
             answer = StoredAnswer(update, receipt, repeated=False)
             self._disk.answers[update.task, update.payload] = answer
             self._apply(changes, entries)
@@ -256,6 +261,7 @@ class MemoryStore:
             return self._tables().pending(block)
 
     def ledger(self, after: int = 0, limit: int | None = None) -> list[LedgerEntry]:
+        after = max(0, after)
         return self._tables().ledger[after : None if limit is None else after + limit]
 
     def head(self) -> LedgerEntry | None:
@@ -303,23 +309,15 @@ class MemoryStore:
         times = [u.seconds for u in of_block if u.seconds is not None]
         return tuple(times[max(0, len(times) - count) :])
 
-    def _check(self, changes: Changes, entries: Sequence[LedgerEntry]) -> None:
-        """A Conflict, if any of this is not possible now."""
+    def _check(
+        self, changes: Changes, entries: Sequence[LedgerEntry], finished: int | None = None
+    ) -> None:
+        """A Conflict, if any of this is not possible now. `finished`: the task that ends with it."""
         disk, head = self._tables(), self.head()
         for entry in entries:
             require_link(head, entry)
             head = entry
-        for lease in changes.leases:
-            if lease.task in disk.over:
-                raise Conflict(f"task {lease.task} is over")
-            out = disk.leases.get(lease.task)
-            if out and (
-                lease.fence < out.fence or (lease.fence == out.fence and lease.worker != out.worker)
-            ):
-                raise Conflict(
-                    f"task {lease.task} has the fence {out.fence} of {out.worker}, "
-                    f"not {lease.fence} of {lease.worker}"
-                )
+        self._check_leases(changes.leases, finished)
         for name in changes.dropped:
             if name not in disk.waiting:
                 raise Conflict(f"the update {name} does not wait for a merge and cannot be dropped")
@@ -327,13 +325,40 @@ class MemoryStore:
         if len(set(nonces)) != len(nonces) or any(key in disk.nonces for key in nonces):
             raise Conflict("the store refused a change: a nonce was used before")
 
+    def _check_leases(self, leases: Sequence[LeaseRecord], finished: int | None) -> None:
+        """Fences only rise, finished tasks stay finished, and a block's numbers are used once."""
+        disk = self._disk
+        seen: dict[int, LeaseRecord] = {}
+        numbers: dict[tuple[int, int], int] = {}
+        for lease in leases:
+            if lease.task in disk.over or lease.task == finished:
+                raise Conflict(f"task {lease.task} is over")
+            out = seen.get(lease.task) or disk.leases.get(lease.task)
+            if out and (
+                lease.fence < out.fence or (lease.fence == out.fence and lease.worker != out.worker)
+            ):
+                raise Conflict(
+                    f"task {lease.task} has the fence {out.fence} of {out.worker}, "
+                    f"not {lease.fence} of {lease.worker}"
+                )
+            key = (lease.block, lease.number)
+            holder = numbers.setdefault(key, disk.numbers.get(key, lease.task))
+            if holder != lease.task:
+                raise Conflict(
+                    f"the store refused a change: number {lease.number} of block {lease.block} "
+                    f"is task {holder}"
+                )
+            seen[lease.task] = lease
+
     def _apply(self, changes: Changes, entries: Sequence[LedgerEntry]) -> None:
         disk = self._disk
-        disk.leases.update((lease.task, lease) for lease in changes.leases)
+        for lease in changes.leases:
+            disk.leases[lease.task] = lease
+            disk.numbers[lease.block, lease.number] = lease.task
         for times in changes.times:
-            lease = disk.leases.get(times.task)
-            if lease and lease.fence == times.fence and not lease.expired:
-                left = replace(lease, age=times.age, remaining=times.remaining)
+            out = disk.leases.get(times.task)
+            if out and out.fence == times.fence and not out.expired:
+                left = replace(out, age=times.age, remaining=times.remaining)
                 disk.leases[times.task] = left
         for task in changes.lost:
             if task in disk.leases:
