@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,24 @@ def test_flipped_bit_is_found_on_read_and_healed_by_a_new_copy(tmp_path: Path) -
     blobs.verify(name)
 
 
+def test_a_blob_on_another_disk_is_exported_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus may be larger than the disk of temporary files."""
+
+    def cross_device(*_: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", cross_device)
+    blobs = FolderBlobs(tmp_path)
+    name, target = blobs.put(b"text"), tmp_path / "exported"
+    blobs.export(name, target)
+    assert target.read_bytes() == b"text" and target.is_symlink()
+    with pytest.raises(Damaged, match="cannot be read"):
+        blobs.export(sha256(b"missing"), target)
+    assert target.read_bytes() == b"text"
+
+
 def test_damaged_chunks_are_asked_for_again(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
     parts = [bytes([i]) * 100 for i in range(5)]
@@ -181,6 +201,17 @@ def test_ledger_only_grows_and_shows_every_change(tmp_path: Path) -> None:
         read_store(tmp_path).ledger()
     with pytest.raises(RunError, match="holds no run"):
         read_store(tmp_path / "uploads")
+
+
+@pytest.mark.parametrize("damage", ["UPDATE meta SET document = '{'", "DELETE FROM meta"])
+def test_a_damaged_run_document_is_one_sentence(tmp_path: Path, damage: str) -> None:
+    started(open_store(tmp_path)).close()
+    db = sqlite3.connect(tmp_path / "run.sqlite")
+    db.execute(damage)
+    db.commit()
+    db.close()
+    with pytest.raises(Damaged, match="restore it from a backup"):
+        read_store(tmp_path).run()
 
 
 def test_settings_that_durability_rests_on(tmp_path: Path) -> None:

@@ -77,17 +77,27 @@ class FolderBlobReader:
     def export(self, name: str, target: Path) -> None:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            try:
-                os.link(self._path(name), partial)
-            except FileNotFoundError:
-                raise
-            except OSError:  # another disk, or one without links
-                shutil.copyfile(self._path(name), partial)
+            _link(self._path(name), partial)
             partial.replace(target)
         except FileNotFoundError as error:
             raise _unreadable(name, error) from None
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _link(path: Path, target: Path) -> None:
+    """A hard link; to another disk a symbolic one; a copy where there are no links."""
+    try:
+        os.link(path, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        try:
+            target.symlink_to(path.resolve(strict=True))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            shutil.copyfile(path, target)
 
 
 def _unreadable(name: str, error: OSError) -> Damaged:

@@ -205,7 +205,10 @@ class BlobReader(Protocol):
         """All blobs, sorted."""
 
     def export(self, name: str, target: Path) -> None:
-        """Make a file of a blob, without a copy where that is possible."""
+        """Make a file of a blob, without a copy where that is possible.
+
+        It may be a link to the blob: only for reading, and only while the store is there.
+        """
 
 
 class Blobs(BlobReader, Protocol):

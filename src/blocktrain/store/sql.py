@@ -25,7 +25,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from blocktrain.errors import Conflict, FolderInUse, RunError, StorageFailed
+from blocktrain.errors import Conflict, Damaged, FolderInUse, RunError, StorageFailed
 from blocktrain.files import sync_folder, write_atomic
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.ledger import LedgerEntry
@@ -274,7 +274,7 @@ class SqlStore:
     def run(self) -> dict[str, Any] | None:
         with self._transaction() as db:
             stored = db.execute(sa.select(schema.meta.c.document)).scalar_one()
-        return None if stored is None else json.loads(stored)
+        return _document(stored, self._folder)
 
     def save(self, changes: Changes) -> None:
         with self._transaction() as db:
@@ -405,8 +405,8 @@ class SqlReader:
             raise RunError(f"cannot read {self._path}: {error}") from None
 
     def run(self) -> dict[str, Any] | None:
-        (document,) = self._rows("SELECT document FROM meta")[0]
-        return None if document is None else json.loads(document)
+        rows = self._rows("SELECT document FROM meta")
+        return _document(rows[0][0] if rows else "", self._path.parent)
 
     def ledger(self, after: int = 0, limit: int | None = None) -> list[LedgerEntry]:
         return [_entry(row) for row in self._rows(_LEDGER, after, -1 if limit is None else limit)]
@@ -422,6 +422,15 @@ class SqlReader:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _document(stored: str | None, folder: Path) -> dict[str, Any] | None:
+    try:
+        return None if stored is None else json.loads(stored)
+    except ValueError:
+        raise Damaged(
+            f"the run's settings in {folder / DATABASE} are damaged; restore it from a backup"
+        ) from None
 
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:

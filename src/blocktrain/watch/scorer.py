@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -38,7 +37,7 @@ from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.tensors import unpack
 from blocktrain.store.contract import BlobReader
-from blocktrain.store.open import read_store
+from blocktrain.store.open import read_blobs
 
 NICE = 10
 FIT_BYTES = 1 << 13  # of the calibration part that the pool is fitted on
@@ -69,16 +68,16 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     try:
         config = make_config({**request["config"], "device": "cpu"})
-        with closing(read_store(request["store"])) as store:
-            corpus = _corpus(store.blobs, request["train"], request["valid"])
-            scores, count = score(
-                config,
-                store.blobs,
-                corpus.encode(tokenizer_of(config)),
-                request["newest"],
-                request["features"],
-                request["bytes"],
-            )
+        blobs = read_blobs(request["store"])
+        corpus = _corpus(blobs, request["train"], request["valid"])
+        scores, count = score(
+            config,
+            blobs,
+            corpus.encode(tokenizer_of(config)),
+            request["newest"],
+            request["features"],
+            request["bytes"],
+        )
     except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     return {"scores": scores, "valid_bytes": count, "seconds": round(time.monotonic() - began, 3)}
