@@ -1,4 +1,7 @@
-"""Calls at the same moment: what takes long holds nobody up, and what comes twice at once counts once."""
+"""Calls at the same moment.
+
+What takes long holds nobody up, and what comes twice at once counts once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from blocktrain.errors import StorageFailed
 from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.blobs import FolderBlobs
-from blocktrain.watch.server import WatchedCoordinator, open_coordinator
+from blocktrain.store.contract import VersionRecord
+from blocktrain.watch.server import Listen, Server, WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.waiting import until
@@ -256,3 +260,75 @@ def test_a_failure_beside_is_told_to_the_next_who_calls(
             return False
 
         until(told, "the failure")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_whatever_stops_rounds_from_closing_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Not a StorageFailed: memory ran out, or there is a bug."""
+    with beginning(tmp_path, replicas=1) as coordinator:
+        if background:
+            coordinator.close_in_background()
+        worker = FakeWorker(LocalClient(coordinator))
+        task = worker.joined()
+
+        def broken(*_: Any) -> Any:
+            raise MemoryError("64 GiB")
+
+        monkeypatch.setattr(MERGE, broken)
+        with suppress(StorageFailed):
+            worker.send(task)
+        server = Server(coordinator, Listen())
+        server.start()  # its ticks find out, without any call
+        try:
+            until(lambda: not server.serves(0.05), "the end of the server")
+        finally:
+            server.stop()
+        assert isinstance(server.failure, StorageFailed)
+        assert "MemoryError: 64 GiB" in str(server.failure)
+
+
+def test_ticks_that_fail_end_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with beginning(tmp_path) as coordinator:
+
+        def broken() -> None:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(coordinator, "tick", broken)
+        server = Server(coordinator, Listen())
+        server.start()
+        try:
+            until(lambda: not server.serves(0.05), "the end of the server")
+        finally:
+            server.stop()
+        assert isinstance(server.failure, StorageFailed)
+
+
+def test_a_reader_never_brings_back_an_older_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A status reads version 0 from the store while another thread publishes version 2."""
+    with beginning(tmp_path, replicas=1) as coordinator:
+        run, worker = coordinator.run, FakeWorker(LocalClient(coordinator))
+        second = as_task(worker.send(worker.joined()).next)
+        read = run.store.version
+
+        def slowly(block: int, number: int | None = None) -> VersionRecord | None:
+            if number == 0:
+                monkeypatch.undo()
+                worker.send(second)
+            return read(block, number)
+
+        monkeypatch.setattr(run.store, "version", slowly)
+        assert run.version(second.block, 0).version == 0
+        assert run.newest(second.block).version == 2
+
+
+def test_a_ticket_is_checked_while_others_commit(tmp_path: Path) -> None:
+    """The event loop does this before it reads a chunk: it must not wait for the lock."""
+    with beginning(tmp_path) as coordinator, ThreadPoolExecutor(1) as pool:
+        task = FakeWorker(LocalClient(coordinator)).joined()
+        with coordinator.run.lock:
+            checking = pool.submit(coordinator.require_ticket, task.task, task.ticket)
+            checking.result(SOON)

@@ -6,6 +6,7 @@ that decode to much, so nothing decoded is kept. It is opened once, here.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +24,11 @@ from blocktrain.coordinator.merge import (
 )
 from blocktrain.coordinator.rounds import advance_block, decide_round, round_length
 from blocktrain.coordinator.run import TrainingRun, short
+from blocktrain.errors import BlockTrainError, StorageFailed
 from blocktrain.protocol.compression import open_update
 from blocktrain.protocol.ledger import Part
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
+from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import Schema, Tensors, pack, schema_of, unpack
 from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
@@ -77,12 +80,24 @@ class RoundCloser:
         return run.is_claimed(block) or isinstance(action, state.CloseRound)
 
     def _close_due(self) -> None:
-        """One round after another. Only the block that is being merged has to wait."""
-        while due := self._run.claim_due_round():
-            try:
-                self._close(due)
-            finally:
-                self._run.release(due.block)
+        """One round after another. Only the block that is being merged has to wait.
+
+        Any error is fatal. A coordinator that cannot close rounds must not go on answering.
+        """
+        try:
+            while due := self._run.claim_due_round():
+                try:
+                    self._close(due)
+                finally:
+                    self._run.release(due.block)
+        except Exception as error:  # also MemoryError, and what is a bug
+            if isinstance(error, BlockTrainError) and not isinstance(error, Refused):
+                raise
+            logging.getLogger(__name__).error("a round could not be closed", exc_info=error)
+            raise StorageFailed(
+                f"a round could not be closed ({type(error).__name__}: {error}); "
+                "every update that was acknowledged is stored: start the coordinator again"
+            ) from error
 
     def _close(self, action: state.CloseRound) -> None:
         run = self._run

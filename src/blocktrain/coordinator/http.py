@@ -18,7 +18,7 @@ from starlette.types import Send
 
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.coordinator.calls import Coordinator
-from blocktrain.errors import BlockTrainError
+from blocktrain.errors import BlockTrainError, StorageFailed
 from blocktrain.protocol import calls
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Argument, Call
@@ -137,7 +137,9 @@ class CoordinatorRoutes:
         while True:
             try:
                 await run_in_threadpool(self.coordinator.tick)
-            except BlockTrainError as error:
+            except Exception as error:  # without ticks no deadline would ever pass
+                if not isinstance(error, BlockTrainError):
+                    error = StorageFailed(f"the coordinator stopped ({type(error).__name__})")
                 self.front.on_fatal(error)
                 return
             await asyncio.sleep(TICK_SECONDS)

@@ -238,6 +238,8 @@ class TrainingRun:
         A process that opens the store and is refused (its port is taken, its settings differ) has
         not started the run.
         """
+        if self._started or not self.ready:
+            return  # without the lock: the event loop asks this before it reads a chunk
         with self.lock:
             if self._started or not self.ready:
                 return
@@ -318,7 +320,8 @@ class TrainingRun:
             raise RunError(
                 f"version {number} of block {index} is missing; restore the folder from a backup"
             )
-        self._newest[index] = newest
+        # Never over a newer one: this thread may have read before another one published.
+        self._newest.setdefault(index, newest)
         return found
 
     def blob(self, name: str) -> m.Blob:
