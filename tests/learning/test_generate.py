@@ -209,12 +209,12 @@ def test_no_more_is_picked_than_is_committed() -> None:
 
 def test_a_text_knows_its_room() -> None:
     answer = Text(bytes(50), 100, CONTEXT)
-    assert (answer.cut, answer.begin, answer.left) == (window_start(50, CONTEXT), 40, 100)
-    while answer.left:
+    assert (answer.cut, answer.begin, answer.remaining) == (window_start(50, CONTEXT), 40, 100)
+    while answer.remaining:
         assert 1 <= answer.room <= CONTEXT + 1
         last = len(answer.ids) + answer.room - 1  # the last byte that this window may predict
         assert window_start(last, CONTEXT) == answer.begin
-        assert answer.room == answer.left or window_start(last + 1, CONTEXT) != answer.begin
+        assert answer.room == answer.remaining or window_start(last + 1, CONTEXT) != answer.begin
         answer.append(bytes(answer.room))
 
 

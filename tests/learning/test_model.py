@@ -93,12 +93,12 @@ def test_a_truncated_and_extended_cache_gives_the_same_bits(name: str) -> None:
 def test_cached_equals_the_forward_of_training_to_rounding(name: str) -> None:
     model = MODELS[name]
     features = model.all_features(TEXT)
-    kept = torch.ones(features.shape[:2])
+    present = torch.ones(features.shape[:2])
     readout = model.readout()
     plain = (
-        model.fusion.combine(TEXT, features, kept)
+        model.fusion.combine(TEXT, features, present)
         if model.fusion
-        else readout(readout.normed(features), kept)
+        else readout(readout.normalize(features), present)
     )
     assert torch.allclose(in_chunks(model.scorer(), TEXT, [5, 1, 30]), plain, atol=1e-5, rtol=1e-5)
 
@@ -165,20 +165,20 @@ def test_fusion_starts_exactly_as_the_pool() -> None:
     config = tiny_config(context=CONTEXT)
     fusion = build_fusion(config, config.blocks)
     fusion.readout.copy_from(FUSE.blocks)
-    features, kept = FUSE.all_features(TEXT), torch.ones(2, 1)
+    features, present = FUSE.all_features(TEXT), torch.ones(2, 1)
     readout = Model(config, FUSE.blocks).readout()
     assert fusion.correct.weight.any()  # what trains has a gradient from the first step on
     assert torch.equal(
-        fusion.combine(TEXT, features, kept), readout(readout.normed(features), kept)
+        fusion.combine(TEXT, features, present), readout(readout.normalize(features), present)
     )
 
 
 def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> None:
-    fusion, features, kept = FUSE.fusion, FUSE.all_features(TEXT), torch.ones(2, 1)
+    fusion, features, present = FUSE.fusion, FUSE.all_features(TEXT), torch.ones(2, 1)
     assert fusion is not None
     changed = features.clone()
     changed[0, :, 40] += 1
-    before, after = fusion.combine(TEXT, features, kept), fusion.combine(TEXT, changed, kept)
+    before, after = fusion.combine(TEXT, features, present), fusion.combine(TEXT, changed, present)
     assert torch.equal(before[:, :40], after[:, :40])
     assert not torch.allclose(before[:, 40], after[:, 40])
     handed = to_the_next(features[0], None)
@@ -195,14 +195,14 @@ def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:
             for n, t in fusion.state_dict().items()
         }
     )
-    features, kept = FUSE.all_features(TEXT), torch.tensor([[0.0], [1.0]])
-    before = fusion.combine(TEXT, features, kept)
+    features, present = FUSE.all_features(TEXT), torch.tensor([[0.0], [1.0]])
+    before = fusion.combine(TEXT, features, present)
     with torch.no_grad():
         fusion.correct.weight[:, : config.width] = 0  # onto the features of block 1
-    assert not torch.allclose(fusion.combine(TEXT, features, kept), before)
+    assert not torch.allclose(fusion.combine(TEXT, features, present), before)
     assert torch.equal(
-        fusion.combine(TEXT, features, kept),
-        fusion.combine(TEXT, features * kept[:, :, None, None], kept),
+        fusion.combine(TEXT, features, present),
+        fusion.combine(TEXT, features * present[:, :, None, None], present),
     )
 
 
@@ -212,9 +212,9 @@ def test_one_product_pools_as_the_mean_of_log_probabilities_does() -> None:
     logp = torch.stack(
         [block(f).log_softmax(-1) for block, f in zip(FUSE.blocks, features, strict=True)]
     )
-    for kept in (torch.ones(2, 1), torch.tensor([[0.0], [1.0]])):
-        ours = readout(readout.normed(features), kept).log_softmax(-1)
-        assert torch.allclose(ours, pool(logp, readout.weights, kept).log_softmax(-1), atol=1e-5)
+    for present in (torch.ones(2, 1), torch.tensor([[0.0], [1.0]])):
+        ours = readout(readout.normalize(features), present).log_softmax(-1)
+        assert torch.allclose(ours, pool(logp, readout.weights, present).log_softmax(-1), atol=1e-5)
 
 
 def test_fusion_holds_copies_of_norms_and_heads_and_does_not_train_them() -> None:
@@ -239,36 +239,36 @@ def test_a_missing_block_leaves_no_trace_in_the_fused_answer() -> None:
     features = FUSE.all_features(TEXT)
     garbled = features.clone()
     garbled[1] = 1e3
-    kept = torch.tensor([[1.0], [0.0]])
+    present = torch.tensor([[1.0], [0.0]])
     assert torch.equal(
-        FUSE.fusion.combine(TEXT, features, kept), FUSE.fusion.combine(TEXT, garbled, kept)
+        FUSE.fusion.combine(TEXT, features, present), FUSE.fusion.combine(TEXT, garbled, present)
     )
     assert not torch.allclose(
         FUSE.fusion.combine(TEXT, features, torch.ones(2, 1)),
-        FUSE.fusion.combine(TEXT, features, kept),
+        FUSE.fusion.combine(TEXT, features, present),
     )
 
 
 @given(st.lists(st.floats(0.05, 2), min_size=2, max_size=5), st.data())
 def test_pool_shares_the_weight_of_the_missing(weights: list[float], data: st.DataObject) -> None:
     count = len(weights)
-    kept = torch.tensor(
+    present = torch.tensor(
         data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any)),
         dtype=torch.float32,
     )
     logp = torch.randn(
         count, 1, 2, 256, generator=torch.Generator().manual_seed(count)
     ).log_softmax(-1)
-    w = torch.tensor(weights) * kept
+    w = torch.tensor(weights) * present
     expected = torch.einsum("n,nbtv->btv", w * sum(weights) / w.sum(), logp)
     assert torch.allclose(
-        pool(logp, torch.tensor(weights), kept[:, None]), expected, atol=1e-4, rtol=1e-4
+        pool(logp, torch.tensor(weights), present[:, None]), expected, atol=1e-4, rtol=1e-4
     )
     same = logp[:1].expand(
         count, -1, -1, -1
     )  # blocks of one mind: who is missing makes no difference
     assert torch.allclose(
-        pool(same, torch.tensor(weights), kept[:, None]),
+        pool(same, torch.tensor(weights), present[:, None]),
         logp[0] * sum(weights),
         atol=1e-4,
         rtol=1e-4,

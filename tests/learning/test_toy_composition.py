@@ -51,10 +51,10 @@ class MeanReadout:
         """Nothing to remember."""
 
     def combine(
-        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+        self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
     ) -> Tensor:
         found = [block(x).softmax(-1) for block, x in zip(self.blocks, features, strict=True)]
-        shares = (kept / kept.sum(0))[:, :, None, None]
+        shares = (present / present.sum(0))[:, :, None, None]
         return (torch.stack(found) * shares).sum(0).log()
 
 

@@ -388,10 +388,11 @@ def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
         features = torch.stack(
             [model.features(n, tokens, Cache(model.blocks[n - 1], 1)) for n in (1, 2, 3)]
         )
-        kept = torch.tensor([[float(n != missing)] for n in (1, 2, 3)])
+        present = torch.tensor([[float(n != missing)] for n in (1, 2, 3)])
         assert model.fusion is not None
         return in_pieces(
-            partial(_fused, model, tokens, features, kept, Cache(model.fusion, 1)), tokens.shape[1]
+            partial(_fused, model, tokens, features, present, Cache(model.fusion, 1)),
+            tokens.shape[1],
         )[:, start:]
 
     known: list[int] = []
@@ -402,12 +403,12 @@ def _fused(
     model: Model,
     tokens: torch.Tensor,
     features: torch.Tensor,
-    kept: torch.Tensor,
+    present: torch.Tensor,
     cache: Cache,
     part: slice,
 ) -> torch.Tensor:
     assert model.fusion is not None
-    return model.fusion.combine(tokens[:, part], features[:, :, part], kept, cache)
+    return model.fusion.combine(tokens[:, part], features[:, :, part], present, cache)
 
 
 @in_a_loop

@@ -186,12 +186,12 @@ class Composition:
         leave_out: bool = False,
     ) -> list[Predictors]:
         """All that can be evaluated of a model; one predictor has the name of the composition."""
-        found = []
+        passes = []
         if model.config.predicts_without_noise:
-            found.append(context_predictors(model, leave_out=leave_out))
+            passes.append(context_predictors(model, leave_out=leave_out))
         if model.blocks[0].skip:
-            found.append(euler_predictors(model, seed=seed, draws=draws))
-        return found
+            passes.append(euler_predictors(model, seed=seed, draws=draws))
+        return passes
 
     def quick_predictors(self, model: Model, *, seed: int = 0) -> list[Predictors]:
         """What is scored while a run is going on: the blocks and the composed model."""
@@ -286,11 +286,11 @@ def make_pool(
 ) -> Readout:
     """The log-linear pool of some blocks; without weights, of equal ones."""
     first = blocks[0]
-    found = Readout(len(blocks), config.width, first.vocabulary).to(first.embed.device)
-    found.requires_grad_(False).copy_from(blocks)
+    readout = Readout(len(blocks), config.width, first.vocabulary).to(first.embed.device)
+    readout.requires_grad_(False).copy_from(blocks)
     if weights is not None:
-        found.weights.copy_(weights)
-    return found
+        readout.weights.copy_(weights)
+    return readout
 
 
 def context_predictors(model: Model, *, leave_out: bool = False) -> Predictors:
@@ -307,17 +307,17 @@ def context_predictors(model: Model, *, leave_out: bool = False) -> Predictors:
 
     def predict(tokens: Tensor, first: int) -> dict[str, Tensor]:
         features = model.all_features(tokens)
-        found = {f"block_{n + 1}": model.blocks[n](features[n]) for n in range(count)}
-        kept = torch.ones(count, tokens.shape[0], device=tokens.device)
-        logp = torch.stack([found[f"block_{n + 1}"].log_softmax(-1) for n in range(count)])
-        found["pool"] = pool(logp, weights, kept)
+        logits = {f"block_{n + 1}": model.blocks[n](features[n]) for n in range(count)}
+        present = torch.ones(count, tokens.shape[0], device=tokens.device)
+        logp = torch.stack([logits[f"block_{n + 1}"].log_softmax(-1) for n in range(count)])
+        logits["pool"] = pool(logp, weights, present)
         if own is not None:
-            found[name] = own.combine(tokens, features, kept)
+            logits[name] = own.combine(tokens, features, present)
             for n in range(count) if leave_out and count > 1 else ():
-                missing = kept.clone()
+                missing = present.clone()
                 missing[n] = 0
-                found[f"{name}_without_{n + 1}"] = own.combine(tokens, features, missing)
-        return found
+                logits[f"{name}_without_{n + 1}"] = own.combine(tokens, features, missing)
+        return logits
 
     return predict
 
@@ -327,19 +327,19 @@ def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS
 
     def predict(tokens: Tensor, first: int) -> dict[str, Tensor]:
         B, T = tokens.shape
-        found: dict[str, Tensor] = {}
+        predictions: dict[str, Tensor] = {}
         total: Tensor | None = None
         for draw in range(draws):
             rows = [row_noise(seed, draw, first + i, T, model.config.z_width) for i in range(B)]
             path = euler_path(model, tokens, torch.stack(rows).to(tokens.device))
             if draw == 0:
-                found = {f"euler_{n + 1}": logits for n, logits in enumerate(path)}
-                found["euler"] = path[-1]
+                predictions = {f"euler_{n + 1}": logits for n, logits in enumerate(path)}
+                predictions["euler"] = path[-1]
             p = path[-1].softmax(-1)
             total = p if total is None else total + p
         if total is not None and draws > 1:
-            found["marginal"] = (total / draws).log()
-        return found
+            predictions["marginal"] = (total / draws).log()
+        return predictions
 
     return predict
 
@@ -373,11 +373,13 @@ class FanScorer:
 
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         features = torch.stack([stage(ids, start) for stage in self.stages])
-        kept = torch.ones(features.shape[:2], device=features.device)
+        present = torch.ones(features.shape[:2], device=features.device)
         if self.cache:
             self.cache.truncate(start)
         return in_pieces(
-            lambda part: self.readout.combine(ids[:, part], features[:, :, part], kept, self.cache),
+            lambda part: self.readout.combine(
+                ids[:, part], features[:, :, part], present, self.cache
+            ),
             ids.shape[1],
         )
 
@@ -470,11 +472,11 @@ def window_noise(seed: int, window: Sequence[int], width: int, first: int = 0) -
     place in the window alone, every window would begin with the noise of the one before, and the
     text would repeat itself.
     """
-    read, rows = hashlib.sha256(), []
+    hasher, rows = hashlib.sha256(), []
     for position, token in enumerate(window):
-        read.update(token.to_bytes(max(1, -(-token.bit_length() // 8)), "little"))
+        hasher.update(token.to_bytes(max(1, -(-token.bit_length() // 8)), "little"))
         if position >= first:
-            mark = int.from_bytes(read.digest()[:8]) >> 4  # the upper bits are for the purpose
+            mark = int.from_bytes(hasher.digest()[:8]) >> 4  # the upper bits are for the purpose
             rows.append(counter_draws("noise", seed, mark).standard_normal(width))
     return torch.from_numpy(np.stack(rows)).float() if rows else torch.zeros(0, width)
 

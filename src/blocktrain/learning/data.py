@@ -133,7 +133,7 @@ class Source:
 def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
     """A corpus by name (stdlib, wikitext2, wikitext103) or by the path of a text file or folder."""
     if spec == "stdlib":
-        return _whole(spec, _gathered("stdlib", _stdlib_files(), cache))
+        return _whole(spec, _concatenate("stdlib", _stdlib_files(), cache))
     if spec in _HUB:
         train, valid = _wikitext(spec, data_dir, cache)
         return _split(spec, _map(train), _map(valid))
@@ -142,7 +142,7 @@ def open_corpus(spec: str, data_dir: Path | None, cache: Path) -> Corpus:
         name = path.resolve().name
         if _is_split(path):
             return _split(name, _map(path / "train.txt"), _map(path / "valid.txt"))
-        return _whole(name, _gathered(name, _text_files(path, cache), cache))
+        return _whole(name, _concatenate(name, _text_files(path, cache), cache))
     if path.is_file():
         return _whole(path.name, path)
     raise CorpusError(
@@ -172,8 +172,8 @@ def _is_split(folder: Path) -> bool:
 
 def absolute(spec: str) -> str:
     """A spec that works from any working directory: names stay, paths become absolute."""
-    named = spec == "stdlib" or spec in _HUB or not spec
-    return spec if named or not Path(spec).exists() else str(Path(spec).resolve())
+    is_name = spec == "stdlib" or spec in _HUB or not spec
+    return spec if is_name or not Path(spec).exists() else str(Path(spec).resolve())
 
 
 def batch(
@@ -223,8 +223,8 @@ def _whole(name: str, path: Path) -> Corpus:
 
 def _split(name: str, train: Bytes, valid: Bytes) -> Corpus:
     """Keep the end of the training part for fitting pool weights: no block trains on it."""
-    kept = min(max(int(len(train) * CALIBRATION_SHARE), 4096), CALIBRATION_MAX, len(train) // 4)
-    return Corpus(name, train[: len(train) - kept], train[len(train) - kept :], valid)
+    reserve = min(max(int(len(train) * CALIBRATION_SHARE), 4096), CALIBRATION_MAX, len(train) // 4)
+    return Corpus(name, train[: len(train) - reserve], train[len(train) - reserve :], valid)
 
 
 def _sha256(*parts: Ids) -> str:
@@ -243,15 +243,15 @@ def _map(path: Path) -> Bytes:
         raise CorpusError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
+def _concatenate(name: str, files: Iterable[Path], cache: Path) -> Path:
     """The files one after another in one cached file, named by path, size and time of each."""
-    listed = sorted(files)
-    if not listed:
+    paths = sorted(files)
+    if not paths:
         raise CorpusError(f"{name}: no text files found ({', '.join(sorted(TEXT_SUFFIXES))})")
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in listed]
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in paths]
     if not any(size for _, size, _ in stats):
         raise CorpusError(
-            f"{name}: all its {len(listed)} text files are empty; give some with text in them"
+            f"{name}: all its {len(paths)} text files are empty; give some with text in them"
         )
     digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
     target = cache / "corpora" / f"{name}-{digest}.txt"
@@ -260,7 +260,7 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as out:
-                for file in listed:
+                for file in paths:
                     with file.open("rb") as source:
                         shutil.copyfileobj(source, out, 1 << 20)
             partial.replace(target)
@@ -277,7 +277,7 @@ def _gathered(name: str, files: Iterable[Path], cache: Path) -> Path:
 def _stdlib_files() -> Iterator[Path]:
     """The modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {
+    ignore = {
         "site-packages",
         "dist-packages",
         "test",
@@ -286,9 +286,7 @@ def _stdlib_files() -> Iterator[Path]:
         "__pycache__",
         "lib2to3",
     }
-    return (
-        path for path in _files(root, lambda path: path.name in skipped) if path.suffix == ".py"
-    )
+    return (path for path in _files(root, lambda path: path.name in ignore) if path.suffix == ".py")
 
 
 def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
@@ -297,7 +295,7 @@ def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
     A run folder grows while its training reads the corpus.
     """
 
-    def skipped(path: Path) -> bool:
+    def ignore(path: Path) -> bool:
         try:
             is_run = (path / "config.toml").is_file() and (path / "model").is_dir()
         except OSError:  # not readable
@@ -306,15 +304,15 @@ def _text_files(folder: Path, cache: Path) -> Iterator[Path]:
 
     return (
         path
-        for path in _files(folder, skipped)
+        for path in _files(folder, ignore)
         if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()
     )
 
 
-def _files(root: Path, skipped: Callable[[Path], bool]) -> Iterator[Path]:
-    """All files below a folder. Skipped folders, which may be large, are not even listed."""
+def _files(root: Path, ignore: Callable[[Path], bool]) -> Iterator[Path]:
+    """All files below a folder. Ignored folders, which may be large, are not even listed."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not skipped(Path(folder, name))]
+        folders[:] = [name for name in folders if not ignore(Path(folder, name))]
         yield from (Path(folder, name) for name in files)
 
 
@@ -322,10 +320,10 @@ def _wikitext(name: str, data_dir: Path | None, cache: Path) -> tuple[Path, Path
     folder, hub_name = _HUB[name]
     if data_dir is not None and (data_dir / folder / "train.txt").is_file():
         return data_dir / folder / "train.txt", data_dir / folder / "valid.txt"
-    downloaded = cache / "corpora" / folder
-    if not (downloaded / "valid.txt").is_file():
-        _download(name, hub_name, downloaded)
-    return downloaded / "train.txt", downloaded / "valid.txt"
+    local = cache / "corpora" / folder
+    if not (local / "valid.txt").is_file():
+        _download(name, hub_name, local)
+    return local / "train.txt", local / "valid.txt"
 
 
 def _download(name: str, hub_name: str, target: Path) -> None:

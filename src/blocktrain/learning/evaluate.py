@@ -34,9 +34,9 @@ def cross_entropies(
     totals: dict[str, float] = {}
     count = 0
     for first, tokens in rows_without_overlap(split, context, rows):
-        moved = tokens.to(device) if device else tokens
-        targets = moved[:, 1:]
-        for name, logits in predict(moved[:, :-1], first).items():
+        ids = tokens.to(device) if device else tokens
+        targets = ids[:, 1:]
+        for name, logits in predict(ids[:, :-1], first).items():
             ce = F.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
             totals[name] = totals.get(name, 0.0) + ce.double().sum().item()
         count += targets.numel()
@@ -54,18 +54,18 @@ def evaluate(
     progress: Progress = lambda _: None,
 ) -> dict[str, float]:
     """All cross entropies of a model, with `composed` for the way it is meant to be used."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     passes = model.composition.predictors(model, seed=seed, draws=draws)
     for number, predict in enumerate(passes):
-        found |= cross_entropies(
+        results |= cross_entropies(
             predict,
             split,
             model.config.context,
             rows=rows,
             device=model.device,
-            progress=lambda share, done=number: progress((done + share) / len(passes)),  # type: ignore[misc]
+            progress=lambda share, finished=number: progress((finished + share) / len(passes)),  # type: ignore[misc]
         )
-    return {"composed": found[model.config.compose], **found}
+    return {"composed": results[model.config.compose], **results}
 
 
 def evaluate_alone(
@@ -92,5 +92,5 @@ def text_bits(block: IndependentBlock, prompt: Sequence[int], text: Sequence[int
     """Bits per token of `text` after `prompt` under a plain block; both must fit its context."""
     ids = torch.tensor([[*prompt, *text]], device=block.embed.device)
     logp = block(block.features(ids[:, :-1])).log_softmax(-1)
-    taken = logp[0, torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :]
-    return -taken.double().mean().item() / math.log(2)
+    chosen_logp = logp[0, torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :]
+    return -chosen_logp.double().mean().item() / math.log(2)

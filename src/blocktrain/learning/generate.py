@@ -142,17 +142,17 @@ class Text:
         return window_start(self.prompt, self.context)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Tokens that may still be written."""
         return self._end - len(self.ids)
 
     @property
     def room(self) -> int:
         """Tokens that may still be written before the window has to move."""
-        return min(self.left, self.begin + self.context - len(self.ids) + 1)
+        return min(self.remaining, self.begin + self.context - len(self.ids) + 1)
 
     def append(self, tokens: Sequence[int]) -> None:
-        self.ids += tuple(tokens)[: self.left]
+        self.ids += tuple(tokens)[: self.remaining]
 
 
 # -- what a loop asks for
@@ -228,7 +228,7 @@ def text_loop(
 
 def autoregressive(text: Text, picker: Picker) -> Loop:
     """One sweep for every token."""
-    while text.left:
+    while text.remaining:
         window = text.window
         logits: Tensor = yield Score(window, len(window) - 1)
         tokens = tuple(picker.picks(logits, len(text.ids)))
@@ -238,7 +238,7 @@ def autoregressive(text: Text, picker: Picker) -> Loop:
 
 def exact(text: Text, picker: Picker) -> Loop:
     """Draft, verify in one sweep, keep what is right and the first correction."""
-    while text.left:
+    while text.remaining:
         window = text.window
         draft: Tokens = yield Draft(text.room - 1, whole=False)
         logits: Tensor = yield Score(window + draft, len(window) - 1, len(draft))
@@ -251,14 +251,14 @@ def sweep(text: Text, picker: Picker, sweeps: int) -> Loop:
     Each sweep keeps what is right and the first correction; the rest is drafted again. With enough
     sweeps this is the autoregressive text.
     """
-    while text.left:
+    while text.remaining:
         begin = text.begin
         for _ in range(sweeps):
             window = text.window
             draft: Tokens = yield Draft(text.room)
             logits: Tensor = yield Score(window + draft[:-1], len(window) - 1)
             yield _verify(text, draft, picker.picks(logits, len(text.ids)))
-            if not text.left or text.begin != begin:
+            if not text.remaining or text.begin != begin:
                 break
         else:
             rest: Tokens = yield Draft(text.room)
@@ -272,8 +272,8 @@ def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
     Each further sweep of a chunk starts again from noise around the chunk of the one before.
     """
     table, seed = target_table(config), picker.sampler.seed
-    while text.left:
-        size = min(config.tail, text.left)
+    while text.remaining:
+        size = min(config.tail, text.remaining)
         known = text.ids[-(config.context - size + 1) :]
         ids = known + (0,) * (size - 1)
         first = len(text.ids) - len(known)

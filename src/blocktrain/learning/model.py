@@ -76,8 +76,8 @@ class Cache:
         shape = (len(block.layers), 2, batch, block.heads, slots, width // block.heads)
         self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
         self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
-        handed = slots if isinstance(block, FusionBlock) else 0
-        self.handed_on = torch.zeros(batch, handed, width).to(self.data)
+        carry_slots = slots if isinstance(block, FusionBlock) else 0
+        self.carry = torch.zeros(batch, carry_slots, width).to(self.data)
         self.length = 0
 
     def truncate(self, length: int) -> None:
@@ -142,11 +142,11 @@ class FanReadout(Protocol):
         """What it remembers of one window; None if it needs no memory."""
 
     def combine(
-        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+        self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """Logits (B, T, V) from tokens (B, T) and features (N, B, T, W).
 
-        kept (N, B) is 1 for blocks that are there and 0 for missing ones.
+        present (N, B) is 1 for blocks that are there and 0 for missing ones.
         """
 
 
@@ -168,29 +168,31 @@ class Readout(nn.Module):
             self.norms[i] = block.norm.scale.detach()
             self.heads[i] = block.head.weight.detach()
 
-    def normed(self, features: Tensor) -> Tensor:
+    def normalize(self, features: Tensor) -> Tensor:
         """(N, B, T, W) raw features -> the same under each block's own final norm."""
         return F.rms_norm(features, (features.shape[-1],), None, 1e-6) * self.norms[:, None, None]
 
-    def forward(self, normed: Tensor, kept: Tensor, corrections: Tensor | None = None) -> Tensor:
-        """(N, B, T, W), kept (N, B) -> pooled logits (B, T, V).
+    def forward(
+        self, normalized: Tensor, present: Tensor, corrections: Tensor | None = None
+    ) -> Tensor:
+        """(N, B, T, W), present (N, B) -> pooled logits (B, T, V).
 
         One product pools them: the term that would make a block's logits log-probabilities is the
         same number for every token. Corrections (N, B, T, W) pass through all heads, because the
         heads are here even if a block's features are missing.
         """
-        shared = normed * shares(self.weights, kept)[:, :, None, None]
+        terms = normalized * shares(self.weights, present)[:, :, None, None]
         if corrections is not None:
-            shared = shared + corrections * self.weights[:, None, None, None]
-        return product(joined(shared), self.heads.flatten(0, 1)).float()
+            terms = terms + corrections * self.weights[:, None, None, None]
+        return product(concatenate(terms), self.heads.flatten(0, 1)).float()
 
     def new_cache(self) -> None:
         """A pool remembers nothing."""
 
     def combine(
-        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+        self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        return self(self.normed(features), kept)
+        return self(self.normalize(features), present)
 
 
 class Block(nn.Module):
@@ -230,7 +232,7 @@ class Block(nn.Module):
             cache.length = start + T
         return x
 
-    def embedded(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
         """Every position as the sum of its own token and the few before it, (B, T, W).
 
         Each distance back has a table of its own. Two layers can then spend their attention on
@@ -250,9 +252,9 @@ class Block(nn.Module):
         known = (positions <= before + T - tail)[:, None] if tail else None
         x = torch.zeros((), device=tokens.device)
         for back, table in enumerate(self.embed[: before + T]):
-            found = F.embedding(tokens, table)
-            found = found if known is None else found * known
-            x = x + F.pad(found, (0, 0, back, -back))
+            vectors = F.embedding(tokens, table)
+            vectors = vectors if known is None else vectors * known
+            x = x + F.pad(vectors, (0, 0, back, -back))
         return (
             x[:, before:]
             if known is None
@@ -307,7 +309,7 @@ class IndependentBlock(Block):
 
         With a cache, the tokens continue where it ends.
         """
-        x = self.embedded(tokens, cache.length if cache else 0, cache, tail)
+        x = self.embed_tokens(tokens, cache.length if cache else 0, cache, tail)
         if z is not None and c_noise is not None:
             sequences = c_noise.shape[0] if c_noise.ndim else 1
             noise = self.noise_in(noise_features(c_noise)).reshape(sequences, -1, x.shape[-1])
@@ -336,26 +338,26 @@ class FusionBlock(Block):
         self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
 
     def combine(
-        self, tokens: Tensor, features: Tensor, kept: Tensor, cache: Cache | None = None
+        self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """Logits (B, T, V) from the features (N, B, T, W) of the blocks; kept (N, B) says which.
+        """Logits (B, T, V) from the features (N, B, T, W) of the blocks; present (N, B) says which.
 
         A position also knows the features of the one before it: what each block expected of the
         token that then came.
         """
-        normed = self.readout.normed(features) * kept[:, :, None, None]
-        read = joined(normed)
+        normalized = self.readout.normalize(features) * present[:, :, None, None]
+        inputs = concatenate(normalized)
         x = (
-            self.embedded(tokens, cache.length if cache else 0, cache, 0)
-            + self.mix(read)
-            + to_the_next(self.hand_on(read), cache)
+            self.embed_tokens(tokens, cache.length if cache else 0, cache, 0)
+            + self.mix(inputs)
+            + to_the_next(self.hand_on(inputs), cache)
         )
         corrections = (
             self.correct(self.through_layers(x, cache) - x)
             .unflatten(-1, (self.reads, -1))
             .permute(2, 0, 1, 3)
         )
-        return self.readout(normed, kept, corrections)
+        return self.readout(normalized, present, corrections)
 
 
 def to_the_next(x: Tensor, cache: Cache | None) -> Tensor:
@@ -363,22 +365,22 @@ def to_the_next(x: Tensor, cache: Cache | None) -> Tensor:
     if not cache:
         return F.pad(x, (0, 0, 1, -1))
     start, end = cache.length, cache.length + x.shape[1]
-    cache.handed_on[:, start + 1 : end + 1] = x
-    return cache.handed_on[:, start:end]
+    cache.carry[:, start + 1 : end + 1] = x
+    return cache.carry[:, start:end]
 
 
-def pool(logp: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
+def pool(logp: Tensor, weights: Tensor, present: Tensor) -> Tensor:
     """Weighted sum over the first axis, (N, B, T, V) -> (B, T, V)."""
-    return torch.einsum("nb,nbtv->btv", shares(weights, kept), logp)
+    return torch.einsum("nb,nbtv->btv", shares(weights, present), logp)
 
 
-def shares(weights: Tensor, kept: Tensor) -> Tensor:
+def shares(weights: Tensor, present: Tensor) -> Tensor:
     """Weights (N,) for each sequence, (N, B): present blocks share the weights of missing ones."""
-    w = weights[:, None] * kept
+    w = weights[:, None] * present
     return w * (weights.sum() / w.sum(0))
 
 
-def joined(features: Tensor) -> Tensor:
+def concatenate(features: Tensor) -> Tensor:
     """(N, B, T, W) -> (B, T, N * W)."""
     return features.permute(1, 2, 0, 3).flatten(2)
 
@@ -413,25 +415,25 @@ def target_table(config: Config) -> Tensor:
 
 def build_independent(config: Config, index: int) -> IndependentBlock:
     """Block `index` (from 1) with its initial weights, a function of (seed, index)."""
-    with _seeded(config, index):
+    with _fork_seed(config, index):
         return IndependentBlock(config, layers=config.layers_per_block)
 
 
 def build_fusion(config: Config, index: int) -> FusionBlock:
     """The fusion block with its initial weights, a function of (seed, index)."""
-    with _seeded(config, index):
+    with _fork_seed(config, index):
         return FusionBlock(config, layers=config.layers_per_block, reads=config.independent)
 
 
 def build_reference(config: Config) -> IndependentBlock:
     """The end-to-end model of the same shape: all layers in one stack, trained as one."""
     plain = config.replace(objective="next", tail=0, compose="pool", skip="exact")
-    with _seeded(plain, 0):
+    with _fork_seed(plain, 0):
         return IndependentBlock(plain, layers=config.blocks * config.layers_per_block)
 
 
 @contextmanager
-def _seeded(config: Config, index: int) -> Iterator[None]:
+def _fork_seed(config: Config, index: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed * 1009 + index)
         yield

@@ -53,13 +53,13 @@ class NoiseLevels:
         Each range is widened by gamma of its log-width on both sides.
         """
         edges = self.edges(blocks)
-        found = []
+        ranges = []
         for low, high in reversed(list(itertools.pairwise(edges))):
-            widening = (high / low) ** gamma
-            found.append(
-                Range(max(low / widening, self.sigma_min), min(high * widening, self.sigma_max))
+            factor = (high / low) ** gamma
+            ranges.append(
+                Range(max(low / factor, self.sigma_min), min(high * factor, self.sigma_max))
             )
-        return found
+        return ranges
 
     def sample(self, part: Range, uniform: Tensor) -> Tensor:
         """Levels inside a range from uniform numbers in [0, 1), by the inverse CDF."""

@@ -93,15 +93,15 @@ def training_levels(
     With a tail, which goes further down, (B, T).
     """
 
-    def drawn(levels: NoiseLevels) -> Tensor:
+    def sample(levels: NoiseLevels) -> Tensor:
         return levels.sample(levels.ranges(config.blocks, config.gamma)[index - 1], uniform)
 
-    plain = drawn(noise_levels(config))
+    plain = sample(noise_levels(config))
     if not tail:
         return plain
     return torch.where(
         in_tail(positions, tail, uniform.device),
-        drawn(noise_levels(config, tail=True))[:, None],
+        sample(noise_levels(config, tail=True))[:, None],
         plain[:, None],
     )
 
@@ -121,11 +121,11 @@ def fusion_loss(
 ) -> Loss:
     """Cross entropy of the fusion block, with blocks left out at random, but never all of them."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    drawn = torch.rand(len(sources), tokens.shape[0], generator=generator)
-    kept = drawn >= dropout
-    kept |= ~kept.any(0)
+    uniform = torch.rand(len(sources), tokens.shape[0], generator=generator)
+    present = uniform >= dropout
+    present |= ~present.any(0)
     logits = fusion.combine(
-        inputs, read_features(sources, inputs), kept.to(tokens.device, torch.float32)
+        inputs, read_features(sources, inputs), present.to(tokens.device, torch.float32)
     )
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return Loss(ce, ce)

@@ -82,10 +82,10 @@ class Optimizers:
     def __init__(
         self, block: nn.Module, kind: Literal["muon", "adamw"], *, weight_decay: float
     ) -> None:
-        self._named = dict(block.named_parameters())
+        self._parameters = dict(block.named_parameters())
         linear = {f"{n}.weight": m for n, m in block.named_modules() if isinstance(m, Linear)}
         inside = {n: m for n, m in linear.items() if kind == "muon" and n.startswith(INSIDE)}
-        others = [p for n, p in self._named.items() if n not in inside]
+        others = [p for n, p in self._parameters.items() if n not in inside]
         groups = [
             {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
@@ -107,21 +107,21 @@ class Optimizers:
         state = {p: of_one for part in self._parts for p, of_one in part.state.items()}
         return {
             f"{moment}.{name}": t
-            for name, p in self._named.items()
+            for name, p in self._parameters.items()
             for moment, t in state.get(p, {}).items()
         }
 
     def restore(self, moments: Mapping[str, Tensor]) -> None:
         """Continue with these moments; without any, start fresh."""
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
         for key, t in moments.items():
             moment, _, name = key.partition(".")
-            if (parameter := self._named.get(name)) is not None:
-                found.setdefault(parameter, {})[moment] = t.to(parameter.device)
+            if (parameter := self._parameters.get(name)) is not None:
+                states.setdefault(parameter, {})[moment] = t.to(parameter.device)
         for part in self._parts:
-            held = {p for group in part.param_groups for p in group["params"]}
+            own = {p for group in part.param_groups for p in group["params"]}
             part.state.clear()
-            part.state.update({p: of_one for p, of_one in found.items() if p in held})
+            part.state.update({p: of_one for p, of_one in states.items() if p in own})
 
 
 def _spare_the_compiler() -> None:

@@ -24,30 +24,30 @@ def fit_pool_weights(
 ) -> Tensor:
     """Weights of the log-linear pool that fit the calibration slice best, none of them negative."""
     logp, targets = _calibration(model, calibration, rows, limit)
-    found = torch.full((len(model.blocks),), LEAST_WEIGHT)
-    used = torch.arange(len(model.blocks))
+    best = torch.full((len(model.blocks),), LEAST_WEIGHT)
+    blocks = torch.arange(len(model.blocks))
     # A block that only hurts gets the least weight, and the others are fitted again without it.
-    while len(used):
-        weights = _fitted(logp, targets, used)
+    while len(blocks):
+        weights = _fit(logp, targets, blocks)
         if (weights > LEAST_WEIGHT).all():
-            found[used] = weights.float()
+            best[blocks] = weights.float()
             break
-        used = used[weights > LEAST_WEIGHT]
-    return found
+        blocks = blocks[weights > LEAST_WEIGHT]
+    return best
 
 
-def _fitted(logp: Tensor, targets: Tensor, used: Tensor) -> Tensor:
+def _fit(logp: Tensor, targets: Tensor, blocks: Tensor) -> Tensor:
     """The best weights of some blocks, of any sign: a small convex problem, by Newton's method."""
-    weights = torch.full((len(used),), 1 / len(used), dtype=torch.float64)
-    fit = _fit_of(weights, logp, targets, used)
+    weights = torch.full((len(blocks),), 1 / len(blocks), dtype=torch.float64)
+    fit = _fit_of(weights, logp, targets, blocks)
     for _ in range(FIT_STEPS):
         step = torch.linalg.solve(fit.curve, fit.slope)
         if fit.slope @ step < FIT_GAIN:
             break
-        after = _fit_of(weights - step, logp, targets, used)
+        after = _fit_of(weights - step, logp, targets, blocks)
         while after.loss > fit.loss and fit.slope @ step >= FIT_GAIN:
             step /= 2
-            after = _fit_of(weights - step, logp, targets, used)
+            after = _fit_of(weights - step, logp, targets, blocks)
         weights, fit = weights - step, after
     return weights
 
@@ -60,19 +60,19 @@ class _Fit(NamedTuple):
     curve: Tensor
 
 
-def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, used: Tensor) -> _Fit:
+def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, blocks: Tensor) -> _Fit:
     """Of log-probabilities (N, P, V): the mean over positions, in portions that fit the cache."""
     positions = len(targets)
     loss, slope = 0.0, torch.zeros_like(weights)
-    curve = FIT_RIDGE * positions * torch.eye(len(used), dtype=weights.dtype)
+    curve = FIT_RIDGE * positions * torch.eye(len(blocks), dtype=weights.dtype)
     for portion, target in zip(logp.split(FIT_PORTION, 1), targets.split(FIT_PORTION), strict=True):
-        each = portion[used]
-        pooled = torch.einsum("n,npv->pv", weights.float(), each).log_softmax(-1)
-        chance = pooled.exp()
+        each = portion[blocks]
+        mixture = torch.einsum("n,npv->pv", weights.float(), each).log_softmax(-1)
+        chance = mixture.exp()
         expected = torch.einsum("pv,npv->np", chance, each)
         spread = ((each - expected[..., None]) * chance.sqrt()).flatten(1)
         here = torch.arange(len(target))
-        loss -= pooled[here, target].double().sum().item()
+        loss -= mixture[here, target].double().sum().item()
         slope += (expected - each[:, here, target]).double().sum(1)
         curve += (spread @ spread.T).double()
     return _Fit(loss / positions, slope / positions, curve / positions)
@@ -86,10 +86,10 @@ def _calibration(model: Model, split: Ids, rows: int, limit: int) -> tuple[Tenso
     """
     context = model.config.context
     count = (len(split) - 1) // context
-    picked = np.unique(np.linspace(0, count - 1, min(count, max(limit // context, 1))).astype(int))
+    numbers = np.unique(np.linspace(0, count - 1, min(count, max(limit // context, 1))).astype(int))
     logps: list[Tensor] = []
     targets: list[Tensor] = []
-    for some in np.array_split(picked, -(-len(picked) // rows)):
+    for some in np.array_split(numbers, -(-len(numbers) // rows)):
         rows_of_ids = np.stack([split[i * context : (i + 1) * context + 1] for i in some])
         tokens = torch.from_numpy(rows_of_ids.astype(np.int64))
         features = model.all_features(tokens[:, :-1].to(model.device))

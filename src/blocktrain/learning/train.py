@@ -99,12 +99,12 @@ class Trainer:
     def __post_init__(self) -> None:
         self.stream = self.own_stream if self.stream is None else self.stream
         self.device = pick_device(self.config.device)
-        built = (
+        block = (
             build_reference(self.config)
             if self.index == REFERENCE
             else build_block(self.config, self.index)
         )
-        self.block = built.to(self.device)
+        self.block = block.to(self.device)
         self.table = target_table(self.config).to(self.device)
         if self.fusion:
             if len(self.sources) != self.fusion.reads:
@@ -221,8 +221,8 @@ class Trainer:
 
     def load(self, path: Path) -> None:
         """Continue from a saved state of the same run and block."""
-        tensors, said = read_state(path)
-        note = json.loads(said)
+        tensors, text = read_state(path)
+        note = json.loads(text)
         if (note["fingerprint"], note["index"]) != (self.config.fingerprint, self.index):
             raise RunError(
                 f"{path} belongs to another run or block; "
@@ -280,9 +280,9 @@ def _state_hash(tensors: Mapping[str, Tensor], note: str) -> str:
 def load_weights(block: Block, weights: dict[str, Tensor], path: Path) -> None:
     """Put weights into a block, refusing other names or shapes."""
     expected = {name: tuple(t.shape) for name, t in block.state_dict().items()}
-    found = {name: tuple(t.shape) for name, t in weights.items()}
-    if expected != found:
-        odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+    shapes = {name: tuple(t.shape) for name, t in weights.items()}
+    if expected != shapes:
+        odd = sorted(set(expected.items()) ^ set(shapes.items()))[0][0]
         raise RunError(
             f"{path} does not fit this model (first difference: {odd}); "
             "it is damaged or from another run"
@@ -301,9 +301,9 @@ def block_weights(block: Block) -> Weights:
 def put_weights(block: Block, weights: Mapping[str, npt.NDArray[np.float32]]) -> None:
     """Put parameters into a block, refusing other names or shapes."""
     expected = {name: tuple(p.shape) for name, p in block.named_parameters()}
-    found = {name: w.shape for name, w in weights.items()}
-    if expected != found:
-        odd = sorted(set(expected.items()) ^ set(found.items()))[0][0]
+    shapes = {name: w.shape for name, w in weights.items()}
+    if expected != shapes:
+        odd = sorted(set(expected.items()) ^ set(shapes.items()))[0][0]
         raise RunError(
             f"these weights do not fit the block (first difference: {odd}); "
             "they are from another run"

@@ -365,7 +365,7 @@ def embed(
     """The rows (1, R, W) that a block begins with: the ids (1, T) of one session after another."""
     x = torch.cat(
         [
-            block.embedded(tokens, cache.length, cache, 0)
+            block.embed_tokens(tokens, cache.length, cache, 0)
             for tokens, cache in zip(ids, caches, strict=True)
         ],
         dim=1,

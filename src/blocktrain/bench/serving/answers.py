@@ -117,7 +117,7 @@ class Star:
         known: Tokens = ()
         try:
             await asyncio.gather(*(line.open(session, topology="ring") for line in self._lines))
-            while text.left:
+            while text.remaining:
                 window = text.window
                 start = min(len(window) - 1, common_prefix(known, window))
                 logits = await self._ask(session, window[start:], start)

@@ -96,8 +96,8 @@ async def _check(
     session = FanSession(home, Terms(allow_degraded=False))
     lengths = itertools.cycle(LENGTHS)
     try:
-        while answer.left:
-            follows = tuple(text[len(text) - answer.left :])
+        while answer.remaining:
+            follows = tuple(text[len(text) - answer.remaining :])
             count = min(next(lengths), answer.room - 1)
             known, window, begin = answer.ids, answer.window, answer.begin
             draft = await home.thread.run(partial(drafter.draft, known, begin, count))

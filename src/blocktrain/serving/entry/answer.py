@@ -185,7 +185,7 @@ class TextAnswer:
     def _finish(self) -> Finish | None:
         if self.output.stopped:
             return "stop"
-        return None if self.text.left else "length"
+        return None if self.text.remaining else "length"
 
     def _piece(self, shown: bytes) -> Piece:
         stats, tally = self.stats, self.session.tally
