@@ -149,7 +149,7 @@ def test_any_split_of_the_stream_decodes_alike(
     for low, high in itertools.pairwise(edges):
         found += reader.feed(data[low:high])
     assert plain(found) == sent
-    assert reader.announced == 0
+    assert reader.needed_bytes == 0
 
 
 @given(streams())
@@ -249,7 +249,7 @@ def test_what_is_announced_tells_a_frame_that_has_begun() -> None:
     seen = []
     for i in range(len(data)):
         reader.feed(data[i : i + 1])
-        seen.append(reader.announced)
+        seen.append(reader.needed_bytes)
     assert all(seen[:-1]) and seen[-1] == 0
 
 

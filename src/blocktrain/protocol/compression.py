@@ -245,9 +245,9 @@ def open_update(
     method: Method | None = None,
 ) -> UpdateTensors:
     """The content of a payload that holds exactly the schema's tensors, by the given method."""
-    kind, found, exponent, wire = _read_payload(payload, schema, limits, method)
+    kind, compression, exponent, wire = _read_payload(payload, schema, limits, method)
     names = sorted(schema)
-    parts = found.decode(wire, [schema[name].size for name in names], exponent)
+    parts = compression.decode(wire, [schema[name].size for name in names], exponent)
     tensors = {
         name: part.reshape(schema[name].shape) for name, part in zip(names, parts, strict=True)
     }
@@ -266,12 +266,12 @@ def _read_payload(
     cap = max(_raw_cap(schema, name) for name in ([method] if method else METHODS))
     raw = _inflate(payload, min(cap, limits.raw_bytes))
     layout, note = read_header(raw, limits)
-    kind, found, exponent = _read_note(note, schema, method)
-    require_layout(layout, wire_schema(schema, found.name))
+    kind, compression, exponent = _read_note(note, schema, method)
+    require_layout(layout, wire_schema(schema, compression.name))
     wire = read_tensors(raw)
     check_finite(wire)
-    found.check(wire, [schema[name].size for name in sorted(schema)])
-    return kind, found, exponent, wire
+    compression.check(wire, [schema[name].size for name in sorted(schema)])
+    return kind, compression, exponent, wire
 
 
 def wire_schema(schema: Schema, method: Method) -> Layout:
@@ -303,11 +303,11 @@ def _write_payload(kind: str, total: Tensors, method: Compression) -> tuple[byte
     if method.exact:
         return payload, {}
     parts = method.decode(wire, [x.size for x in flat], exponent)
-    left: Tensors = {
+    rest: Tensors = {
         name: total[name] - part.reshape(total[name].shape)
         for name, part in zip(names, parts, strict=True)
     }
-    return payload, left
+    return payload, rest
 
 
 def _with_residual(delta: Mapping[str, Array], residual: Mapping[str, Array] | None) -> Tensors:
@@ -409,12 +409,13 @@ def _read_note(
     match = _NOTE.fullmatch(note)
     if match is None or match[2] not in METHODS:
         raise Refused(Code.MALFORMED, f"the payload calls itself {note[:60]!r}, not an update")
-    found, exponent = METHODS[match[2]], int(match[3])
-    if method is not None and found.name != method:
+    compression, exponent = METHODS[match[2]], int(match[3])
+    if method is not None and compression.name != method:
         raise Refused(
-            Code.MALFORMED, f"the task asks for compression {method}, the payload uses {found.name}"
+            Code.MALFORMED,
+            f"the task asks for compression {method}, the payload uses {compression.name}",
         )
-    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (found.exact and exponent):
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (compression.exact and exponent):
         raise Refused(Code.NOT_FINITE, f"the exponent {exponent} is out of range")
     if match[4] != (expected := schema_hash(schema)):
         raise Refused(
@@ -422,10 +423,10 @@ def _read_note(
             f"the payload is of the tensors {match[4][:12]}..., the block has {expected[:12]}...",
         )
     if match[1] == "weights":
-        if not found.exact:
+        if not compression.exact:
             raise Refused(Code.MALFORMED, "weights are never quantised")
-        return "weights", found, exponent
-    return "delta", found, exponent
+        return "weights", compression, exponent
+    return "delta", compression, exponent
 
 
 def _inflate(payload: bytes, cap: int) -> bytes:

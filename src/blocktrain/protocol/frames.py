@@ -86,7 +86,7 @@ class Why(StrEnum):
 
 
 SENTENCES: dict[Why, str] = {
-    Why.MALFORMED: "this is no frame of this protocol; compare it with docs/protocol.md",
+    Why.MALFORMED: "this is not a frame of this protocol; compare it with docs/protocol.md",
     Why.WRONG_PROTOCOL: (
         "the protocol numbers differ; install the same version of blocktrain on all hosts"
     ),
@@ -122,7 +122,7 @@ SENTENCES: dict[Why, str] = {
     Why.NOT_FOR_RING: "this model is served as a fan; open the session with topology fan",
     Why.NOT_FOR_FAN: "this model is served as a ring; open the session with topology ring",
     Why.WRONG_START: "the session does not know the positions before this one; send them first",
-    Why.OLD_EPOCH: "a newer epoch has overtaken this frame; nobody waits for it any more",
+    Why.OLD_EPOCH: "a newer epoch has replaced this one; drop the frame",
     Why.NEXT_LOST: (
         "the stage cannot reach the next one of the ring; open the session over other hosts"
     ),
@@ -154,7 +154,7 @@ class Challenge(Header, frozen=True):
 
 
 class Hello(Header, frozen=True):
-    """The answer: who is there, the proof that it knows the key, and the bytes of a token id."""
+    """The answer: the role, the proof of the key, and the bytes of a token id."""
 
     role: Role
     nonce: Bytes32
@@ -302,7 +302,7 @@ def encode(
 
 
 def refusal(error: FrameError, session: int = 0) -> list[Buffer]:
-    """The ERROR frame that tells it."""
+    """The ERROR frame for a refusal."""
     return encode(Error(error.why.value, str(error)), session)
 
 
@@ -323,22 +323,22 @@ Cap = Callable[[Kind, int], int]
 class Decoder:
     """Bytes in, frames out, however the stream was cut. Dead after the first bad frame.
 
-    Either `feed(data)`, or without a copy: read into `space()`, then `received(count)`. A payload
-    that arrives in parts is received where it will stay.
+    Either `feed(data)`, or without a copy: read into `space()`, then `advance(count)`. A payload
+    that arrives in parts is read straight into its own buffer.
     """
 
     def __init__(self, cap: Cap, size: int = BUFFER) -> None:
         self._dead: Why | None = None  # not the error itself, which would keep all of this alive
         self._cap = cap
         self._view = memoryview(bytearray(max(size, PREFIX.size + MOST_HEADER)))
-        self._start = self._end = 0  # of what is received and not yet read
+        self._start = self._end = 0  # of the bytes that are received but not decoded yet
         self._prefix: tuple[Kind, int, int, int, int] | None = None
-        self._frame: Frame | None = None  # whose payload is on its way
-        self._rest: memoryview | None = None  # where that payload's missing bytes go
+        self._frame: Frame | None = None  # its payload is still arriving
+        self._rest: memoryview | None = None  # the unfilled part of that payload
 
     @property
-    def announced(self) -> int:
-        """Bytes that the frame under way still needs, as far as is known; 0 between frames."""
+    def needed_bytes(self) -> int:
+        """Bytes still missing in the current frame, as far as is known; 0 between frames."""
         if self._rest is not None:
             return len(self._rest)
         if self._prefix is not None:
@@ -346,13 +346,13 @@ class Decoder:
         return PREFIX.size if self._end > self._start else 0
 
     def space(self) -> memoryview:
-        """Where the next bytes are to be put."""
+        """The buffer for the next bytes."""
         return self._rest if self._rest is not None else self._view[self._end :]
 
-    def received(self, count: int) -> list[Frame]:
+    def advance(self, count: int) -> list[Frame]:
         """The frames that are complete now that `count` more bytes are in `space()`."""
         if self._dead is not None:
-            raise FrameError(self._dead, "something that was refused came before")
+            raise FrameError(self._dead, "an earlier frame of this connection was refused")
         frames: list[Frame] = []
         if self._rest is not None and self._frame is not None:
             self._rest = self._rest[count:]
@@ -375,30 +375,30 @@ class Decoder:
     def feed(self, data: Buffer) -> list[Frame]:
         """The frames that are complete with these bytes."""
         frames: list[Frame] = []
-        left = memoryview(data)
+        rest = memoryview(data)
         try:
-            while left:
+            while rest:
                 space = self.space()
-                count = min(len(space), len(left))
-                space[:count] = left[:count]
-                left = left[count:]
-                frames += self.received(count)
+                count = min(len(space), len(rest))
+                space[:count] = rest[:count]
+                rest = rest[count:]
+                frames += self.advance(count)
         except FrameError as error:
             error.before = frames + error.before
             raise
         return frames
 
     def _make_room(self) -> None:
-        left = self._end - self._start
-        if left and self._start:
-            self._view[:left] = bytes(self._view[self._start : self._end])
-        self._start, self._end = 0, left
+        unread = self._end - self._start
+        if unread and self._start:
+            self._view[:unread] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, unread
 
     def _next(self) -> Frame | None:
         if self._prefix is None:
             if self._end - self._start < PREFIX.size:
                 return None
-            self._prefix = self._checked(PREFIX.unpack_from(self._view, self._start))
+            self._prefix = self._check_prefix(PREFIX.unpack_from(self._view, self._start))
             self._start += PREFIX.size
         kind, session, sequence, header_length, length = self._prefix
         if self._end - self._start < header_length:
@@ -419,7 +419,7 @@ class Decoder:
         self._frame, self._rest = frame, memoryview(payload)[there:]
         return None
 
-    def _checked(
+    def _check_prefix(
         self, prefix: tuple[bytes, int, int, int, int, int, int, int]
     ) -> tuple[Kind, int, int, int, int]:
         magic, protocol, number, flags, session, sequence, header_length, length = prefix

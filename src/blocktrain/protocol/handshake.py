@@ -40,7 +40,7 @@ def check_hello(
 def prove_welcome(key: bytes, challenge: bytes, nonce: bytes, welcome: Welcome) -> Welcome:
     """The same WELCOME with the stage's proof in it."""
     w = welcome
-    proof = _proof(key, "stage", challenge + nonce, _held(welcome))
+    proof = _proof(key, "stage", challenge + nonce, _welcome_claim(welcome))
     return Welcome(proof, w.kind, w.blocks, w.width, w.context, w.z_width, w.fingerprint, w.model)
 
 
@@ -49,7 +49,7 @@ def check_welcome(
 ) -> None:
     """Refuse a stage that does not know the key, or holds another model ("" takes any weights)."""
     if not hmac.compare_digest(
-        _proof(key, "stage", challenge + nonce, _held(welcome)), welcome.proof
+        _proof(key, "stage", challenge + nonce, _welcome_claim(welcome)), welcome.proof
     ):
         raise FrameError(Why.WRONG_KEY)
     if welcome.fingerprint != fingerprint:
@@ -60,7 +60,7 @@ def check_welcome(
         raise FrameError(Why.WRONG_MODEL, f"{welcome.model[:12]} instead of {model[:12]}")
 
 
-def _held(welcome: Welcome) -> str:
+def _welcome_claim(welcome: Welcome) -> str:
     blocks = ",".join(str(n) for n in welcome.blocks)
     return (
         f"{welcome.kind} {blocks} {welcome.width} {welcome.context} {welcome.z_width} "

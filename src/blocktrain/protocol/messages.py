@@ -76,10 +76,10 @@ def read(kind: type[M], raw: bytes, limit: int = MAX_JSON) -> M:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)[:3]
+        problems = error.errors(include_url=False, include_context=False, include_input=False)[:3]
         parts = [
             f"{'.'.join(str(part) for part in item['loc'])[:80] or 'body'} {item['msg'][:100]}"
-            for item in found
+            for item in problems
         ]
         raise Refused(Code.MALFORMED, f"{kind.__name__}: {'; '.join(parts)}") from None
 

@@ -17,7 +17,7 @@ KEPT_SECONDS = 20.0  # that a stage is listed after its last one
 
 
 class StageNotice(Message):
-    """POST /v1/stages: a stage is here; told again every few seconds, or it is forgotten."""
+    """POST /v1/stages: a stage says that it serves, and repeats this every few seconds."""
 
     address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$")]
     """host:port, as others reach it."""
@@ -26,6 +26,6 @@ class StageNotice(Message):
 
 
 class StageList(Message):
-    """GET /v1/stages: those who told lately."""
+    """GET /v1/stages: the stages whose notice has not expired."""
 
     stages: Annotated[tuple[StageNotice, ...], Field(max_length=MAX_STAGES)]

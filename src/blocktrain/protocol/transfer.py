@@ -44,13 +44,13 @@ class Plan:
 
     def ranges(self, have: Iterable[int]) -> list[tuple[int, int]]:
         """The missing bytes as few [start, end) ranges."""
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for index in self.missing(have):
             start, end = self.span(index)
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, end))
-        return found
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, end))
+        return ranges
 
 
 def sha256(content: bytes) -> str:
@@ -86,8 +86,9 @@ def require_chunk(plan: Plan, index: int, content: bytes, digest: str) -> None:
 
 def require_hash(content: bytes, digest: str, what: str = "the payload") -> None:
     """Refuse bytes that are not the announced ones."""
-    found = sha256(content)
-    if found != digest:
+    actual = sha256(content)
+    if actual != digest:
         raise Refused(
-            Code.HASH_MISMATCH, f"{what} has sha256 {found[:12]}..., announced was {digest[:12]}..."
+            Code.HASH_MISMATCH,
+            f"{what} has sha256 {actual[:12]}..., announced was {digest[:12]}...",
         )

@@ -158,7 +158,7 @@ class Connection(asyncio.BufferedProtocol):
         """They are there."""
         error = None
         try:
-            found = self._decoder.received(nbytes)
+            found = self._decoder.advance(nbytes)
         except FrameError as refused:
             found, error = refused.before, refused
         while found and not self._welcomed.done():

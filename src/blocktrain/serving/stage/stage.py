@@ -361,7 +361,7 @@ class Peer(asyncio.BufferedProtocol):
             return
         error: FrameError | None = None
         try:
-            found = self.decoder.received(nbytes)
+            found = self.decoder.advance(nbytes)
         except FrameError as refused:
             found, error = refused.before, refused
         self.heard = self.stage.now()
@@ -372,7 +372,7 @@ class Peer(asyncio.BufferedProtocol):
             self.refuse(error)
         if found:
             self._began, self._announced = None, 0
-        self._announced = max(self._announced, self.decoder.announced)
+        self._announced = max(self._announced, self.decoder.needed_bytes)
         if self._announced and self._began is None:
             self._began = self.heard
 
