@@ -14,7 +14,7 @@ import pytest
 from blocktrain.clock import SimulatedClock
 from blocktrain.protocol.messages import Kick, Task, Wait
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.watch.stream import find_log, replay_app
 from blocktrain.web.client import HttpClient
 from blocktrain.web.server import AppServer, Where
@@ -71,7 +71,7 @@ def serving(folder: Path, port: int = 0, **policy: Any) -> Iterator[Site]:
     new = not (folder / "run.sqlite").exists()
     coordinator = begin(folder, clock, **policy) if new else open_coordinator(folder, clock)
     try:
-        with running(coordinator, Listen("127.0.0.1", port, TOKEN, OPERATOR)) as url:
+        with serve_coordinator(coordinator, Listen("127.0.0.1", port, TOKEN, OPERATOR)) as url:
             site = Site(coordinator, clock, url)
             yield site
             for client in site.clients:
@@ -198,13 +198,13 @@ def test_a_killed_worker_is_lost_and_may_come_back(browser: Browser, tmp_path: P
         site.clock.now += 1000  # nothing was heard since
         visit.waits_for("#workers .condition", "lost")
         visit.waits_for("#feed .trouble", "fake 1 is lost: nothing heard for 1000 s")
-        visit.waits_for("#why", "Nobody is here any more")
+        visit.waits_for("#why", "All workers have left")
         visit.page.check("#group input[value=gone]")
         visit.counts("#workers tbody tr", 1)
         ada.send(task)  # late, but given to nobody else
         site.clock.now += 2
         visit.waits_for("#feed", "fake 1 is back")
-        visit.waits_for("#no-workers", "No worker is like that")
+        visit.waits_for("#no-workers", "No worker matches")
         assert visit.complaints == []
 
 
@@ -246,7 +246,7 @@ def test_it_comes_back_after_a_restart_and_says_what_is_old(
 ) -> None:
     folder = tmp_path / "run"
     with visiting_after_a_round(browser, folder) as (visit, port, ada):
-        visit.waits_for("#notice-text", "The coordinator is away")
+        visit.waits_for("#notice-text", "The coordinator does not answer")
         visit.waits_for("#pill", "away")
         visit.page.click("#try-now")
         visit.counts("body.old", 1)
@@ -513,7 +513,7 @@ def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(
             " events.forEach((e) => fold.fold(state, e)); return [before, summary(state)]"
         )
         before, after = folded(visit, events, twice)
-        assert before == after  # told twice, after a reconnection
+        assert before == after  # sent twice, after a reconnection
         seq, rounds, progress, blocks, workers, scores = json.loads(before)
         assert (seq, rounds, progress) == (len(events), 16, 1)
         assert blocks == [[4, 160]] * 4
@@ -529,9 +529,9 @@ def test_the_fold_is_the_same_in_pieces_and_forgives_what_it_does_not_know(
 
 def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
     run: dict[str, Any] = {"kind": "run", "run": "ab" * 16, "blocks": 1, "steps": 100, "time": 0.0}
-    told = {"worker": "w", "block": 1, "task": 7, "base": 0, "steps": 10}
-    task = {"kind": "task", **told, "deadline": 60.0, "target": 2, "time": 1.0}
-    update = {"kind": "update", **told, "staleness": 2, "seconds": 5.0, "time": 6.0}
+    facts = {"worker": "w", "block": 1, "task": 7, "base": 0, "steps": 10}
+    task = {"kind": "task", **facts, "deadline": 60.0, "target": 2, "time": 1.0}
+    update = {"kind": "update", **facts, "staleness": 2, "seconds": 5.0, "time": 6.0}
     version = {
         "kind": "version",
         "block": 1,
@@ -559,11 +559,11 @@ def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
             1,
             7,
         ]
-        bought = (
-            "return fold.bought({ value: [3, 2.5], bytes: [1e9, 3e9],"
+        script = (
+            "return fold.curveGain({ value: [3, 2.5], bytes: [1e9, 3e9],"
             " time: [0, 1], steps: [0, 1] })"
         )
-        assert folded(visit, [], bought) == {"now": 2.5, "gain": -0.5, "perByte": -0.25e-9}
+        assert folded(visit, [], script) == {"now": 2.5, "gain": -0.5, "perByte": -0.25e-9}
         later = [
             {**version, "version": n, "steps": 10 * n, "time": 7.0 + 10 * n} for n in range(1, 6)
         ]

@@ -126,14 +126,14 @@ class LocalClient(Client):
         message: Message | None = None,
         content: bytes = b"",
     ) -> R:
-        named: dict[str, object] = {
+        kwargs: dict[str, object] = {
             argument.name: value for argument, value in zip(call.arguments, arguments, strict=True)
         }
         if call.body == calls.BYTES:
-            named["content"] = content
+            kwargs["content"] = content
         if message is not None:
-            named["message"] = _copy(message)
-        reply = getattr(self._coordinator, call.name)(**named)
+            kwargs["message"] = _copy(message)
+        reply = getattr(self._coordinator, call.name)(**kwargs)
         return reply if call.reply is None else _copy(reply)
 
 
@@ -183,12 +183,12 @@ class HttpClient(Client):
         }
         path = calls.BLOB.path.format(name=name)
         with (
-            _reaching(self.url),
+            _translate_errors(self.url),
             self._http.stream(calls.BLOB.method, path, headers=headers) as response,
         ):
             if response.status_code != (206 if start else 200):
                 response.read()
-                raise _refused(response)
+                raise _refusal(response)
             # Raw pieces: what is collected into larger ones is lost with the connection.
             yield from response.iter_raw()
 
@@ -203,7 +203,7 @@ class HttpClient(Client):
         for argument, value in zip(call.arguments, arguments, strict=True):
             places[argument.place][argument.header or argument.name] = str(value)
         headers = {**places["header"], **({"Content-Type": call.body} if call.body else {})}
-        with _reaching(self.url):
+        with _translate_errors(self.url):
             response = self._http.request(
                 call.method,
                 call.path.format(**places["path"]),
@@ -212,7 +212,7 @@ class HttpClient(Client):
                 content=(content if message is None else write(message)) if call.body else None,
             )
         if response.status_code >= 400:
-            raise _refused(response)
+            raise _refusal(response)
         if call.reply is None:
             return None  # type: ignore[return-value]
         try:
@@ -233,7 +233,7 @@ def _trust(ca: Path) -> ssl.SSLContext:
 
 
 @contextmanager
-def _reaching(url: str) -> Iterator[None]:
+def _translate_errors(url: str) -> Iterator[None]:
     try:
         yield
     except httpx2.HTTPError as error:
@@ -243,15 +243,15 @@ def _reaching(url: str) -> Iterator[None]:
         ) from None
 
 
-def _refused(response: httpx2.Response) -> BlockTrainError:
+def _refusal(response: httpx2.Response) -> BlockTrainError:
     """The coordinator's refusal. A proxy's error page counts as no answer."""
     try:
-        found = Refusal.model_validate_json(response.content)
+        refusal = Refusal.model_validate_json(response.content)
     except ValidationError:
         return Unreachable(
             f"{response.url} answered {response.status_code} without a reason; is it a coordinator?"
         )
-    return Refused(found.code, sentence=found.sentence)
+    return Refused(refusal.code, sentence=refusal.sentence)
 
 
 def fetch(
@@ -281,8 +281,8 @@ def fetch(
     if partial.stat().st_size < blob.length:
         raise Unreachable(f"the transfer of blob {blob.sha256[:12]}... was cut off")
     with partial.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != blob.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.sha256:
         partial.unlink()
         raise Unreachable(
             f"blob {blob.sha256[:12]}... arrived with wrong bytes; it is fetched again"
@@ -297,13 +297,13 @@ def upload(
     task: int,
     ticket: str,
     chunks: list[bytes],
-    sent: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Send all chunks that the coordinator lacks, several at a time; call it again to resume."""
     have = set(client.upload_state(task, ticket).have)
     missing = deque(index for index in range(len(chunks)) if index not in have)
     for index in have.intersection(range(len(chunks))):
-        sent(len(chunks[index]))
+        progress(len(chunks[index]))
 
     def put(index: int) -> int:
         digest = sha256(chunks[index])
@@ -319,9 +319,9 @@ def upload(
         while missing or out:
             while missing and len(out) < room:
                 out[pool.submit(put, missing.popleft())] = time.monotonic()
-            for done in wait(out, return_when=FIRST_COMPLETED).done:
-                took = time.monotonic() - out.pop(done)
-                sent(done.result())
+            for future in wait(out, return_when=FIRST_COMPLETED).done:
+                took = time.monotonic() - out.pop(future)
+                progress(future.result())
                 room = next_room(room, took)
     finally:
         pool.shutdown()  # chunks on their way arrive or fail

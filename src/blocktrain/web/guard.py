@@ -30,13 +30,13 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.web import server
 from blocktrain.web.sse import EventStream
 
-MAX_SERVED = 256  # requests in progress
-MAX_MOVING = 1024  # requests whose bytes are being received or sent
+MAX_REQUESTS = 256  # requests in progress
+MAX_TRANSFERS = 1024  # requests whose bytes are being received or sent
 MAX_FROM_ONE = 64  # of both together, from one address
 LISTENERS = "listeners"  # stands for the addresses that read a stream of events
 LEAST_KEY = 16  # characters
 MOST_KEYS = 10_000
-HUNG_UP = 499  # the status that is counted when the client closed the connection
+CLIENT_CLOSED = 499  # the status that is counted when the client closed the connection
 
 Handler = Callable[[Request, Send], Awaitable[Response | None]]
 """Gives the answer, or None if it has sent the answer itself."""
@@ -114,18 +114,18 @@ class Occupancy:
     A slow connection does not take the place of a request that could be answered.
     """
 
-    served: Counter[str] = field(default_factory=Counter)
-    moving: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
+    transfers: Counter[str] = field(default_factory=Counter)
 
     def enter(self, address: str) -> None:
-        if self.served.total() >= MAX_SERVED or self.moving.total() >= MAX_MOVING:
+        if self.requests.total() >= MAX_REQUESTS or self.transfers.total() >= MAX_TRANSFERS:
             raise Refused(Code.BUSY)
-        if self.served[address] + self.moving[address] >= MAX_FROM_ONE:
+        if self.requests[address] + self.transfers[address] >= MAX_FROM_ONE:
             raise Refused(Code.TOO_MANY_REQUESTS)
-        self.served[address] += 1
+        self.requests[address] += 1
 
     def leave(self, address: str) -> None:
-        _decrement(self.served, address)
+        _decrement(self.requests, address)
 
     @contextmanager
     def transfer(self, address: str, *, listening: bool = False) -> Iterator[None]:
@@ -134,13 +134,13 @@ class Occupancy:
         A page listens for hours, so it does not count for its address.
         """
         name = LISTENERS if listening else address
-        _decrement(self.served, address)
-        self.moving[name] += 1
+        _decrement(self.requests, address)
+        self.transfers[name] += 1
         try:
             yield
         finally:
-            _decrement(self.moving, name)
-            self.served[address] += 1
+            _decrement(self.transfers, name)
+            self.requests[address] += 1
 
     @contextmanager
     def request(self, address: str) -> Iterator[None]:
@@ -185,7 +185,7 @@ class Front(ABC):
 
     async def read_body(self, request: Request, limit: int) -> bytes:
         """Exactly the announced bytes, within the limit and in time."""
-        length = announced_length(request, limit)
+        length = body_length(request, limit)
         address = address_of(request)
         room = self.occupancy.transfer if self.whole else self.occupancy.request
         parts: list[bytes] = []
@@ -252,7 +252,7 @@ class _Guarded:
         except BlockTrainError as error:
             response = self.front.refuse(error, request)
         except ClientDisconnect:
-            return None, HUNG_UP
+            return None, CLIENT_CLOSED
         except Exception:  # a bug: Starlette answers 500
             count(500)
             raise
@@ -263,14 +263,14 @@ def address_of(request: Request) -> str:
     return request.client.host if request.client else ""
 
 
-def announced_length(request: Request, limit: int) -> int:
+def body_length(request: Request, limit: int) -> int:
     """The length of a body that may be read."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refused(Code.WRONG_ENCODING)
-    announced = request.headers.get("content-length")
-    if announced is None:
+    header = request.headers.get("content-length")
+    if header is None:
         raise Refused(Code.LENGTH_REQUIRED)
-    length = number(announced, "Content-Length")
+    length = number(header, "Content-Length")
     if length > limit:
         raise Refused(Code.TOO_LARGE, f"a body of {length} bytes, {limit} are allowed")
     return length

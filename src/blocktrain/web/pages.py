@@ -29,7 +29,7 @@ HEADERS = {
 async def page_file(folder: Path, request: Request) -> Response | None:
     """GET / and GET /page/{name}; None if there is no such file."""
     name = request.path_params.get("name", "index.html")
-    if (found := _FILE.match(name)) is None or (
+    if (match := _FILE.match(name)) is None or (
         content := await run_in_threadpool(_read, folder, name)
     ) is None:
         return None
@@ -37,7 +37,7 @@ async def page_file(folder: Path, request: Request) -> Response | None:
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
     return Response(
-        content, headers={**headers, "Content-Type": f"{TYPES[found[1]]}; charset=utf-8"}
+        content, headers={**headers, "Content-Type": f"{TYPES[match[1]]}; charset=utf-8"}
     )
 
 

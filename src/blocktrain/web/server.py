@@ -38,7 +38,7 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._late = self._hang_up_after(HEADER_SECONDS)
+        self._late = self._abort_after(HEADER_SECONDS)
 
     def data_received(self, data: bytes) -> None:
         """Headers that are too long end the connection."""
@@ -53,7 +53,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._headers = 0
         _stop(self._late)
-        self._late = self._hang_up_after(HEADER_SECONDS)
+        self._late = self._abort_after(HEADER_SECONDS)
 
     def on_headers_complete(self) -> None:
         self._headers = None
@@ -65,12 +65,12 @@ class DeadlineProtocol(HttpToolsProtocol):
         """The next request must begin in time. uvicorn's own timer stops with any byte."""
         super().on_response_complete()
         if self._late is None and self.cycle.response_complete:
-            self._late = self._hang_up_after(KEEP_ALIVE_SECONDS)
+            self._late = self._abort_after(KEEP_ALIVE_SECONDS)
 
     def pause_writing(self) -> None:
         """The other side reads slowly: the minimum rate holds for readers too."""
         super().pause_writing()
-        self._unread = self._hang_up_after(body_seconds(self.transport.get_write_buffer_size()))
+        self._unread = self._abort_after(body_seconds(self.transport.get_write_buffer_size()))
 
     def resume_writing(self) -> None:
         _stop(self._unread)
@@ -81,7 +81,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         _stop(self._unread)
         super().connection_lost(exc)
 
-    def _hang_up_after(self, seconds: float) -> asyncio.TimerHandle:
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
         # `close` would wait until everything that was sent is read.
         return self.loop.call_later(seconds, self.transport.abort)
 
@@ -146,8 +146,8 @@ class AppServer:
         self._thread: threading.Thread | None = None
         self._socket = bind(listen.host, listen.port)
         host, port = self._socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if listen.certificate else 'http'}://{shown}:{port}"
+        address = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if listen.certificate else 'http'}://{address}:{port}"
         config = uvicorn.Config(
             app,
             http=DeadlineProtocol,
@@ -169,12 +169,12 @@ class AppServer:
             ) from None
         self._server = _Uvicorn(config, end_streams)
 
-    async def serve(self, started: Callable[[], None] = lambda: None) -> None:
+    async def serve(self, on_start: Callable[[], None] = lambda: None) -> None:
         """Serve until a signal or `stop`, in the main thread's loop.
 
-        `started` is called when it answers.
+        `on_start` is called when it answers.
         """
-        self._server.on_start = started
+        self._server.on_start = on_start
         await self._server.serve(sockets=[self._socket])
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-// Elements that change in place: what is the same is left alone, and with it focus, selection and place.
+// Elements that change in place: unchanged parts are not touched, so focus, selection and scroll position stay.
 
 // An element with a class and children; text is text, never markup.
 export function make(tag, className = "", ...children) {
@@ -9,8 +9,8 @@ export function make(tag, className = "", ...children) {
 }
 
 export function setText(element, text) {
-  const said = String(text);
-  if (element.textContent !== said) element.textContent = said;
+  const value = String(text);
+  if (element.textContent !== value) element.textContent = value;
 }
 
 export function setAttribute(element, name, value) {

@@ -4,7 +4,7 @@ import { bytes, elapsed, nats, short } from "./format.js";
 
 const HEIGHT = 236;
 const FEW = 40; // points below which each is marked
-const STEEP = 0.05; // of the axis: what is above the rest there is cut off, or nothing else could be told apart
+const STEEP = 0.05; // of the axis: the values above it are cut off, so that the rest stays readable
 const ENOUGH = 12; // points after that
 // Six colours and five dashes: thirty blocks before a pair repeats.
 const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [4, 2, 1, 2]];
@@ -30,14 +30,14 @@ export const POOLED = { colour: "--ink", dash: [], width: 2 };
 export const FUSED = { colour: "--accent", dash: [], width: 2.5 };
 
 // A colour of the page as the canvas understands it.
-function resolved(name) {
+function cssColour(name) {
   const probe = document.getElementById("probe");
   probe.style.color = `var(${name})`;
   return getComputedStyle(probe).color;
 }
 
 // Curves of different places on one axis: sorted places, and a column of values (or null) for each curve.
-export function aligned(curves, axis) {
+export function alignCurves(curves, axis) {
   const places = [...new Set(curves.flatMap((curve) => curve[axis]))].sort((a, b) => a - b);
   const at = new Map(places.map((place, n) => [place, n]));
   const columns = curves.map((curve) => {
@@ -48,8 +48,8 @@ export function aligned(curves, axis) {
   return [places, ...columns];
 }
 
-// A curve of many points as the means of neighbours (a twelfth of it), so that its way is seen and not its noise.
-export function smoothed(curve) {
+// A curve of many points as the means of neighbours (a twelfth of it), so that the trend shows, not the noise.
+export function smooth(curve) {
   const { value } = curve;
   const reach = Math.floor(value.length / 24);
   if (!reach) return curve;
@@ -65,20 +65,20 @@ export function smoothed(curve) {
 // The largest value of aligned columns from a place on; null if that is too little to judge by.
 function highest([places, ...columns], from) {
   const first = places.findIndex((place) => place >= from);
-  const found = columns.flatMap((column) => (first < 0 ? [] : column.slice(first))).filter((value) => value != null);
-  return found.length < ENOUGH ? null : found.reduce((most, value) => Math.max(most, value), 0);
+  const values = columns.flatMap((column) => (first < 0 ? [] : column.slice(first))).filter((value) => value != null);
+  return values.length < ENOUGH ? null : values.reduce((most, value) => Math.max(most, value), 0);
 }
 
 // Round numbers between two values of a logarithmic axis, not more than fit.
 export function ticks(low, high, most) {
-  const found = [];
+  const values = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
     for (const digit of TICKS) {
       const value = digit * 10 ** power;
-      if (value >= low && value <= high) found.push(value);
+      if (value >= low && value <= high) values.push(value);
     }
   }
-  if (found.length >= 3) return found.filter((_, n) => n % Math.ceil(found.length / most) === 0);
+  if (values.length >= 3) return values.filter((_, n) => n % Math.ceil(values.length / most) === 0);
   const rough = (high - low) / most; // a narrow range looks linear
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((digit) => digit * size >= rough) * size;
@@ -87,7 +87,7 @@ export function ticks(low, high, most) {
 }
 
 export class Chart {
-  // `legend.point(values)` is told the values under the cursor, or null when it has left.
+  // `legend.point(values)` gets the values under the cursor, or null without a cursor.
   constructor(box, sync, legend) {
     Object.assign(this, { box, sync, legend, plot: null, shape: "", series: [], axis: "time", recent: false, off: new Set() });
     new ResizeObserver(() => this.resize()).observe(box);
@@ -99,7 +99,7 @@ export class Chart {
     const shape = JSON.stringify([axis, series.map((s) => s.key)]);
     const moved = recent !== this.recent;
     Object.assign(this, { series, axis, recent, end });
-    this.data = aligned(
+    this.data = alignCurves(
       series.map((s) => s.curve),
       axis,
     );
@@ -143,7 +143,7 @@ export class Chart {
 
   options() {
     const { words, steps } = AXES[this.axis];
-    const [ink, rule] = [resolved("--muted"), resolved("--rule")];
+    const [ink, rule] = [cssColour("--muted"), cssColour("--rule")];
     const font = `12px ${getComputedStyle(this.box).fontFamily}`;
     const common = { stroke: ink, font, ticks: { show: false }, grid: { stroke: rule, width: 1 } };
     return {
@@ -156,14 +156,14 @@ export class Chart {
         y: { distr: 3, range: (_, low, high) => [low * 0.985, Math.max(Math.min(high, this.top) * 1.03, low * 1.05)] },
       },
       axes: [
-        { ...common, size: 30, gap: 6, space: 64, incrs: steps, grid: { show: false }, values: (_, found) => found.map(words) },
+        { ...common, size: 30, gap: 6, space: 64, incrs: steps, grid: { show: false }, values: (_, values) => values.map(words) },
         {
           ...common,
           size: 44,
           gap: 6,
           splits: (_u, _axis, low, high) => ticks(low, high, 6),
-          filter: (_, found) => found,
-          values: (_, found) => found.map((value) => Number(value.toPrecision(4)).toString()),
+          filter: (_, values) => values,
+          values: (_, values) => values.map((value) => Number(value.toPrecision(4)).toString()),
         },
       ],
       series: [{}, ...this.series.map((s) => this.stroke(s))],
@@ -195,7 +195,7 @@ export class Chart {
   }
 
   stroke(s) {
-    const colour = resolved(s.colour);
+    const colour = cssColour(s.colour);
     return {
       show: !this.off.has(s.key),
       stroke: colour,

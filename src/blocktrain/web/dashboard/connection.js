@@ -42,7 +42,7 @@ export class Refusal extends Error {
   }
 }
 
-// GET with the token; raises Refusal for a no.
+// GET with the token; throws Refusal if the server refuses.
 export async function ask(path, token, options = {}) {
   const headers = { ...options.headers, ...(token ? { Authorization: `Bearer ${token}` } : {}) };
   const response = await fetch(path, { cache: "no-store", credentials: "omit", ...options, headers });
@@ -50,7 +50,7 @@ export async function ask(path, token, options = {}) {
   throw new Refusal(response.status, await response.json().catch(() => null));
 }
 
-// Tells `on.events([...])`, `on.ready()`, `on.skew(seconds)` and `on.change({phase, ...})`;
+// Calls `on.events([...])`, `on.ready()`, `on.skew(seconds)` and `on.change({phase, ...})`;
 // phases: connecting, live, ended, away (retryAt, sentence), locked (wrong, sentence).
 export class Connection {
   constructor(on) {
@@ -85,7 +85,7 @@ export class Connection {
   async connect() {
     const running = (this.running = new AbortController());
     if (!this.tries) this.on.change({ phase: "connecting" });
-    let reason = "the line was cut";
+    let reason = "the connection was cut";
     try {
       await this.read(running);
       if (this.replay) return this.finish(running);
@@ -97,7 +97,7 @@ export class Connection {
         return;
       }
       if (error instanceof Refusal) reason = error.message;
-      else if (running.signal.aborted) reason = "nothing came for a while";
+      else if (running.signal.aborted) reason = "no data arrived for a while";
       else reason = "there is no answer";
     }
     if (running !== this.running) return;
@@ -114,18 +114,18 @@ export class Connection {
 
   async read(running) {
     let watch = 0;
-    const heard = () => {
+    const restartTimer = () => {
       clearTimeout(watch);
       watch = setTimeout(() => running.abort(), PATIENCE);
     };
     const { signal } = running;
-    heard();
+    restartTimer();
     try {
       this.replay = (await (await ask("v1/replay", this.token, { signal })).json()).replay === true;
       const headers = this.after ? { "Last-Event-ID": String(this.after) } : {};
       const response = await ask(`v1/events${this.replay ? "?follow=0" : ""}`, this.token, { signal, headers });
-      const said = Date.parse(response.headers.get("date") ?? "");
-      if (said) this.on.skew((said - Date.now()) / 1000);
+      const serverTime = Date.parse(response.headers.get("date") ?? "");
+      if (serverTime) this.on.skew((serverTime - Date.now()) / 1000);
       this.on.change({ phase: "reading" });
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       const frames = new Frames();
@@ -133,7 +133,7 @@ export class Connection {
         const { done, value } = await reader.read();
         if (done) return;
         if (running !== this.running) return;
-        heard();
+        restartTimer();
         this.deliver(frames.feed(value));
       }
     } finally {
@@ -146,8 +146,8 @@ export class Connection {
     let ready = null;
     for (const frame of frames) {
       if (frame.id) this.after = Number(frame.id) || this.after;
-      if (frame.event === "ready") ready = parsed(frame) ?? {};
-      else events.push(parsed(frame));
+      if (frame.event === "ready") ready = parseFrame(frame) ?? {};
+      else events.push(parseFrame(frame));
     }
     if (events.length) this.on.events(events.filter(Boolean));
     if (!ready || this.replay) return;
@@ -157,16 +157,16 @@ export class Connection {
   }
 }
 
-function parsed(frame) {
+function parseFrame(frame) {
   try {
-    const found = JSON.parse(frame.data);
-    return frame.event === "status" ? { ...found, kind: "status" } : found;
+    const event = JSON.parse(frame.data);
+    return frame.event === "status" ? { ...event, kind: "status" } : event;
   } catch {
     return null;
   }
 }
 
-// The events of a log as it lies on the disk; a torn last line is left out.
+// The events of a log as it is on the disk; an incomplete last line is skipped.
 export function parseLog(text) {
   const events = [];
   for (const line of text.split("\n")) {

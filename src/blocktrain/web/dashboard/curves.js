@@ -1,7 +1,7 @@
 // The two charts, what they share, and their legends.
 
-import { bought } from "./fold.js";
-import { Chart, FUSED, POOLED, look, smoothed } from "./charts.js";
+import { curveGain } from "./fold.js";
+import { Chart, FUSED, POOLED, look, smooth } from "./charts.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Keyed, swatch } from "./tables.js";
 import { NONE, blockTitle, change, nats, perByte, scoreTitle, unitOf } from "./format.js";
@@ -20,8 +20,8 @@ export class Curves {
     const moved = state.bytesIn + state.bytesOut;
     this.end = [...state.loss.values(), ...state.scores.values()].reduce((far, curve) => Math.max(far, ...curve[this.axis].slice(-1)), 0);
     setText(ce.table.querySelector("th:last-child"), `per ${unitOf(moved)}`);
-    ce.update(scored(state), (curve) => [change(bought(curve).gain), perByte(bought(curve).perByte, moved)]);
-    loss.update(trained(state), (curve, item) => [change(bought(curve).gain), String(state.blocks.get(item.block)?.version ?? NONE)]);
+    ce.update(scoreSeries(state), (curve) => [change(curveGain(curve).gain), perByte(curveGain(curve).perByte, moved)]);
+    loss.update(lossSeries(state), (curve, item) => [change(curveGain(curve).gain), String(state.blocks.get(item.block)?.version ?? NONE)]);
   }
 
   // Colours are drawn into the canvas: a new theme needs a new one.
@@ -34,7 +34,7 @@ export class Curves {
   }
 }
 
-function scored(state) {
+function scoreSeries(state) {
   const rank = (name) => ORDER[name] ?? Number(name.slice(6)) ?? 0;
   const names = [...state.scores.keys()].sort((a, b) => rank(a) - rank(b));
   return names.map((name) => {
@@ -43,11 +43,11 @@ function scored(state) {
   });
 }
 
-function trained(state) {
+function lossSeries(state) {
   const blocks = [...state.loss.keys()].sort((a, b) => a - b);
   return blocks.map((block) => {
     const drawn = state.run?.fusion === block ? { ...FUSED, width: 2 } : look(block);
-    return { key: `block-${block}`, block, label: blockTitle(state.run, block), curve: smoothed(state.loss.get(block)), ...drawn };
+    return { key: `block-${block}`, block, label: blockTitle(state.run, block), curve: smooth(state.loss.get(block)), ...drawn };
   });
 }
 
@@ -59,7 +59,7 @@ class Figure {
     this.blank = root.querySelector(".blank");
     this.table = root.querySelector(".legend");
     this.nowHead = this.table.querySelector("th:nth-child(2)");
-    this.chart = new Chart(this.plot, "run", { point: (found) => this.point(found), zoomed: () => shared.onZoom() });
+    this.chart = new Chart(this.plot, "run", { point: (values) => this.point(values), zoomed: () => shared.onZoom() });
     this.legend = new Keyed(
       this.table.tBodies[0],
       (item) => item.key,
@@ -85,10 +85,10 @@ class Figure {
     this.words(item.curve, item).forEach((text, n) => setText(cells[n + 1], text));
   }
 
-  point(found) {
-    if (!found && !this.pointed) return;
-    this.pointed = found;
-    setText(this.nowHead, found ? `at ${found.at}` : "now");
+  point(cursor) {
+    if (!cursor && !this.pointed) return;
+    this.pointed = cursor;
+    setText(this.nowHead, cursor ? `at ${cursor.at}` : "now");
     this.legend.update(this.series);
   }
 

@@ -1,7 +1,7 @@
-// From events to what is shown. No clock, no page: live and replay fold the same events into the same state.
-// `fold` changes the state that it is given; begin again with `begin()`.
+// Reduces events to the state that the page shows. Live and replay use the same code, without a clock.
+// `fold` changes its argument; `begin()` makes a new state.
 
-const FEED = 600; // events that are kept to be told
+const FEED = 600; // events kept for the feed
 const TAIL = 12; // newest stored events
 const PACE = 500; // points of progress, for the estimate of the end
 const MOST_BLOCKS = 256;
@@ -28,7 +28,7 @@ export function begin() {
     scored: null, // unix seconds of the newest score
     pace: [], // [time, share of the budget]
     feed: [], // newest last
-    told: 0, // events that ever were in the feed
+    feedCount: 0, // events that were ever in the feed
   };
 }
 
@@ -37,7 +37,7 @@ export function fold(state, event) {
   if (!Object.hasOwn(FOLDS, kind)) return state;
   if (kind !== "status") {
     if (kind === "run" && state.run && isText(event.run) && state.run.run !== event.run) Object.assign(state, begin()); // another run
-    if (isNumber(event.seq) && event.seq <= state.seq) return state; // told twice, after a reconnection
+    if (isNumber(event.seq) && event.seq <= state.seq) return state; // sent twice, after a reconnection
     if (isNumber(event.seq)) state.seq = event.seq;
     if (isNumber(event.time)) {
       state.first ??= event.time;
@@ -62,8 +62,8 @@ const FOLDS = {
     const worker = workerOf(state, e.worker, e.time);
     if (e.name) worker.name = String(e.name);
     if (e.device) worker.device = String(e.device);
-    const gone = e.state === "left" || e.state === "lost" || e.state === "kicked";
-    worker.state = gone ? e.state : worker.task ? "training" : "waiting";
+    const absent = e.state === "left" || e.state === "lost" || e.state === "kicked";
+    worker.state = absent ? e.state : worker.task ? "training" : "waiting";
     worker.reason = e.reason ? String(e.reason) : "";
     if (e.state === "left" || e.state === "kicked") release(state, worker);
   },
@@ -105,15 +105,15 @@ const FOLDS = {
   refused(state, e) {
     const count = numberOr(e.count, 1);
     const code = String(e.code ?? "unknown");
-    const found = state.refusals.get(code) ?? { code, count: 0, sentence: "", time: null, workers: new Map() };
-    Object.assign(found, { count: found.count + count, sentence: String(e.sentence ?? ""), time: e.time });
-    state.refusals.set(code, found);
+    const entry = state.refusals.get(code) ?? { code, count: 0, sentence: "", time: null, workers: new Map() };
+    Object.assign(entry, { count: entry.count + count, sentence: String(e.sentence ?? ""), time: e.time });
+    state.refusals.set(code, entry);
     if (isIndex(e.block)) blockOf(state, e.block).refused += count;
     if (!e.worker) return;
-    found.workers.set(e.worker, (found.workers.get(e.worker) ?? 0) + count);
+    entry.workers.set(e.worker, (entry.workers.get(e.worker) ?? 0) + count);
     const worker = workerOf(state, e.worker, e.time);
     worker.refused += count;
-    worker.why = { code, sentence: found.sentence };
+    worker.why = { code, sentence: entry.sentence };
   },
 
   round(state, e) {
@@ -133,28 +133,28 @@ const FOLDS = {
     const leased = block.round.leased;
     Object.assign(block, { version: e.version, steps: numberOr(e.steps, block.steps), tokens: numberOr(e.tokens, block.tokens) });
     Object.assign(block, { loss: numberOr(e.loss, block.loss), round: openRound(), born: e.time });
-    block.round.leased = leased; // those still train from an older base, and count here
+    block.round.leased = leased; // their tasks train from an older base and count here
     block.stepsAt.set(e.version, block.steps);
     if (e.version > 0) state.rounds++;
-    moved(state, e);
+    addTraffic(state, e);
     if (isNumber(e.loss)) addPoint(state.loss, e.block, e.time - state.first, bytesOf(state, e), block.steps, e.loss);
     state.pace.push([e.time, progress(state)]);
     if (state.pace.length > 2 * PACE) state.pace = state.pace.filter((_, n) => n % 2 === 1);
   },
 
   score(state, e) {
-    moved(state, e);
+    addTraffic(state, e);
     state.scored = numberOr(e.time, state.scored);
     const versions = Object.entries(e.versions ?? {}).map(([index, version]) => [Number(index), version]);
     const steps = new Map(
       versions.map(([index, version]) => [index, blockOf(state, index).stepsAt.get(version) ?? blockOf(state, index).steps]),
     );
     const mean = steps.size ? [...steps.values()].reduce((sum, n) => sum + n, 0) / steps.size : 0;
-    const taken = Math.max(0, e.time - state.first - numberOr(e.seconds, 0)); // scoring takes a while: the versions are older
+    const time = Math.max(0, e.time - state.first - numberOr(e.seconds, 0)); // scoring takes a while: the versions are older
     for (const [name, value] of Object.entries(e.scores ?? {})) {
       if (!isNumber(value)) continue;
       const own = name.startsWith("block-") ? steps.get(Number(name.slice(6))) : undefined;
-      addPoint(state.scores, name, taken, bytesOf(state, e), own ?? mean, value);
+      addPoint(state.scores, name, time, bytesOf(state, e), own ?? mean, value);
     }
   },
 
@@ -168,21 +168,21 @@ const FOLDS = {
     Object.assign(state, { phase: e.state, reason: e.reason ?? "", rounds: e.rounds, bytesIn: e.bytes_in, bytesOut: e.bytes_out });
     state.budget = { rounds: e.round_budget ?? null, tokens: e.token_budget ?? null };
     if (e.state === "finished") state.finished ??= { reason: e.reason, time: e.time };
-    for (const said of e.blocks ?? []) tellBlock(state, said, e.time);
-    for (const said of e.workers ?? []) tellWorker(state, said, e.time);
+    for (const status of e.blocks ?? []) updateBlock(state, status, e.time);
+    for (const status of e.workers ?? []) updateWorker(state, status, e.time);
     for (const [code, count] of Object.entries(e.refusals ?? {})) {
-      const found = state.refusals.get(code) ?? { code, count: 0, sentence: "", time: null, workers: new Map() };
-      state.refusals.set(code, Object.assign(found, { count: Math.max(found.count, count) }));
+      const entry = state.refusals.get(code) ?? { code, count: 0, sentence: "", time: null, workers: new Map() };
+      state.refusals.set(code, Object.assign(entry, { count: Math.max(entry.count, count) }));
     }
   },
 };
 
-function tellBlock(state, said, now) {
-  const block = blockOf(state, said.block);
-  for (const name of ["version", "steps", "tokens", "accepted", "refused", "late"]) block[name] = said[name];
-  block.lateByOne = numberOr(said.late_by_one, block.lateByOne);
-  Object.assign(block, { loss: said.loss ?? block.loss, bytesIn: said.bytes_in, bytesOut: said.bytes_out });
-  const open = said.round;
+function updateBlock(state, status, now) {
+  const block = blockOf(state, status.block);
+  for (const name of ["version", "steps", "tokens", "accepted", "refused", "late"]) block[name] = status[name];
+  block.lateByOne = numberOr(status.late_by_one, block.lateByOne);
+  Object.assign(block, { loss: status.loss ?? block.loss, bytesIn: status.bytes_in, bytesOut: status.bytes_out });
+  const open = status.round;
   if (!open) return;
   const { round } = block;
   Object.assign(round, { reason: open.reason, target: open.target, minimum: open.minimum, count: open.updates, working: open.leased });
@@ -190,14 +190,14 @@ function tellBlock(state, said, now) {
   round.length = open.deadline_seconds > 0 ? open.open_seconds + open.deadline_seconds : null;
 }
 
-function tellWorker(state, said, now) {
-  const worker = workerOf(state, said.worker);
-  if (said.state !== "left") worker.seen = now - said.seen_seconds; // nobody remembers when one left
-  for (const name of ["name", "device", "state", "accepted", "tokens"]) worker[name] = said[name];
-  Object.assign(worker, { refused: Math.max(said.refused, worker.refused), bytesIn: said.bytes_in, bytesOut: said.bytes_out });
-  Object.assign(worker, { block: said.block ?? worker.block, loss: said.loss ?? worker.loss });
-  if (said.speed > 0) worker.speed = said.speed;
-  worker.task = said.task ? { ...worker.task, task: said.task, block: said.block, step: said.step, steps: said.steps } : null;
+function updateWorker(state, status, now) {
+  const worker = workerOf(state, status.worker);
+  if (status.state !== "left") worker.seen = now - status.seen_seconds; // the time is unknown once a worker left
+  for (const name of ["name", "device", "state", "accepted", "tokens"]) worker[name] = status[name];
+  Object.assign(worker, { refused: Math.max(status.refused, worker.refused), bytesIn: status.bytes_in, bytesOut: status.bytes_out });
+  Object.assign(worker, { block: status.block ?? worker.block, loss: status.loss ?? worker.loss });
+  if (status.speed > 0) worker.speed = status.speed;
+  worker.task = status.task ? { ...worker.task, task: status.task, block: status.block, step: status.step, steps: status.steps } : null;
 }
 
 function workerOf(state, id, time) {
@@ -238,12 +238,12 @@ function finishTask(state, worker) {
   if (worker.state === "training") worker.state = "waiting";
 }
 
-function moved(state, e) {
+function addTraffic(state, e) {
   state.bytesIn = Math.max(state.bytesIn, numberOr(e.bytes_in, 0));
   state.bytesOut = Math.max(state.bytesOut, numberOr(e.bytes_out, 0));
 }
 
-// Bytes of the run that had moved by an event, which may be told later than it was true.
+// Traffic of the run at the time of an event, which may arrive later.
 function bytesOf(state, e) {
   return isNumber(e.bytes_in) && isNumber(e.bytes_out) ? e.bytes_in + e.bytes_out : state.bytesIn + state.bytesOut;
 }
@@ -260,7 +260,7 @@ function addPoint(curves, key, time, bytes, steps, value) {
 
 function remember(state, event) {
   state.feed.push(event);
-  state.told++;
+  state.feedCount++;
   if (state.feed.length > 2 * FEED) state.feed.splice(0, FEED);
 }
 
@@ -290,15 +290,15 @@ export function remaining(state, now) {
   if (!last || state.finished || state.pace.length < 3) return null;
   const since = last[0] - Math.max(120, (last[0] - state.first) / 4);
   const from = state.pace.find(([time]) => time >= since);
-  const [seconds, gained] = [last[0] - from[0], last[1] - from[1]];
-  if (seconds <= 0 || gained <= 0) return null;
-  return Math.max(0, ((1 - last[1]) * seconds) / gained - (now - last[0]));
+  const [seconds, gain] = [last[0] - from[0], last[1] - from[1]];
+  if (seconds <= 0 || gain <= 0) return null;
+  return Math.max(0, ((1 - last[1]) * seconds) / gain - (now - last[0]));
 }
 
 // Workers that are training a block, those furthest on first.
 export function atWork(state, index) {
-  const found = [...state.workers.values()].filter((worker) => worker.state === "training" && worker.task?.block === index);
-  return found.sort((a, b) => doneOf(b) - doneOf(a));
+  const workers = [...state.workers.values()].filter((worker) => worker.state === "training" && worker.task?.block === index);
+  return workers.sort((a, b) => doneOf(b) - doneOf(a));
 }
 
 function doneOf({ task }) {
@@ -312,8 +312,8 @@ export function isTooEarly(state, block) {
   return others.some((other) => share(state, other) < 0.5);
 }
 
-// What the bytes bought: how a curve went from its first point to its last, and by how much per byte.
-export function bought(curve) {
+// How a curve went from its first point to its last, and by how much per byte.
+export function curveGain(curve) {
   const end = curve.value.length - 1;
   if (end < 0) return null;
   const [gain, bytes] = [curve.value[end] - curve.value[0], curve.bytes[end] - curve.bytes[0]];
@@ -321,15 +321,15 @@ export function bought(curve) {
 }
 
 // The same of the whole run: from the first pooled score to the newest of the composed model.
-export function gained(state) {
+export function runGain(state) {
   const pool = state.scores.get("pool");
   const best = state.scores.get("fused") ?? pool;
   if (!pool) return null;
   const ends = (name) => [pool[name][0], best[name].at(-1)];
-  return bought({ value: best === pool ? pool.value : ends("value"), bytes: best === pool ? pool.bytes : ends("bytes") });
+  return curveGain({ value: best === pool ? pool.value : ends("value"), bytes: best === pool ? pool.bytes : ends("bytes") });
 }
 
-// One that something can be drawn at.
+// A number that a chart can draw.
 export function isNumber(value) {
   return typeof value === "number" && Math.abs(value) <= Number.MAX_SAFE_INTEGER;
 }

@@ -2,12 +2,12 @@
 
 const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 const LARGE = ["", " k", " M", " G", " T"];
-const WHOLE = new Intl.NumberFormat("en"); // made once: it is slow to make
+const WHOLE = new Intl.NumberFormat("en"); // created once, because this is slow
 export const NONE = "–";
 
 // Three digits and a unit: 1.23 MB.
 export function bytes(count) {
-  const [value, unit] = scaled(count, UNITS);
+  const [value, unit] = scale(count, UNITS);
   return `${unit === "B" ? Math.round(value) : digits(value)} ${unit}`;
 }
 
@@ -18,11 +18,11 @@ export function count(number) {
 // 12,345 as it is, 1,234,567 as 1.23 M.
 export function short(number) {
   if (Math.abs(number) < 1e5) return count(number);
-  const [value, unit] = scaled(number, LARGE);
+  const [value, unit] = scale(number, LARGE);
   return digits(value) + unit;
 }
 
-function scaled(number, units) {
+function scale(number, units) {
   let [value, n] = [number, 0];
   while (Math.abs(value) >= 999.5 && n < units.length - 1) [value, n] = [value / 1000, n + 1];
   return [value, units[n]];
@@ -44,7 +44,7 @@ export function change(value, places = 3) {
   return Number(text) === 0 ? text : (value < 0 ? "−" : "+") + text;
 }
 
-// What a gain is told per: GB, or MB where a GB is out of sight.
+// The unit of a gain: per GB, or per MB in a run of little traffic.
 export function unitOf(moved) {
   return moved >= 1e8 ? "GB" : "MB";
 }
@@ -103,9 +103,9 @@ export function many(number, one, more = `${one}s`) {
 }
 
 // a, b and c; of more than `most` the rest is counted.
-export function listed(names, most) {
-  const said = names.length > most ? [...names.slice(0, most - 1), many(names.length - most + 1, "other")] : names;
-  return said.length > 1 ? `${said.slice(0, -1).join(", ")} and ${said.at(-1)}` : said.join("");
+export function joinNames(names, most) {
+  const parts = names.length > most ? [...names.slice(0, most - 1), many(names.length - most + 1, "other")] : names;
+  return parts.length > 1 ? `${parts.slice(0, -1).join(", ")} and ${parts.at(-1)}` : parts.join("");
 }
 
 // A corpus may be named by a path; its last part says enough.
@@ -134,13 +134,13 @@ export function who(state, id) {
 }
 
 // One event in a sentence: {text, tone}. Tones: plain, good, trouble, quiet.
-export function tell(state, e) {
-  return Object.hasOwn(TELL, e.kind) ? TELL[e.kind](state, e) : { text: e.kind, tone: "quiet" };
+export function describeEvent(state, e) {
+  return Object.hasOwn(SENTENCES, e.kind) ? SENTENCES[e.kind](state, e) : { text: e.kind, tone: "quiet" };
 }
 
 const ENDS = { left: "left", lost: "is lost", kicked: "was removed", back: "is back", joined: "joined" };
 
-const TELL = {
+const SENTENCES = {
   run: (_, e) =>
     e.restart
       ? { text: "The coordinator was started again; the run goes on.", tone: "plain" }
@@ -169,10 +169,10 @@ const TELL = {
   },
   version: (_, e) => {
     const dropped = Object.values(e.dropped ?? {});
-    const left = dropped.length ? `; ${many(dropped.length, "update")} left out: ${dropped[0]}` : "";
+    const omitted = dropped.length ? `; ${many(dropped.length, "update")} left out: ${dropped[0]}` : "";
     const loss = e.loss == null ? "" : `, loss ${nats(e.loss)}`;
     const merged = e.updates == null ? "" : ` from ${many(e.updates, "update")}`;
-    return { text: `Block ${e.block} is at version ${e.version}${merged}${loss}${left}`, tone: dropped.length ? "trouble" : "good" };
+    return { text: `Block ${e.block} is at version ${e.version}${merged}${loss}${omitted}`, tone: dropped.length ? "trouble" : "good" };
   },
   score: (state, e) => {
     const named = Object.entries(e.scores ?? {}).filter(([name]) => !name.startsWith("block-"));
@@ -185,8 +185,8 @@ const TELL = {
 };
 
 export function sentence(text) {
-  const said = String(text ?? "");
-  return said && said[0].toUpperCase() + said.slice(1);
+  const words = String(text ?? "");
+  return words && words[0].toUpperCase() + words.slice(1);
 }
 
 // A ledger entry in a few words.
@@ -198,13 +198,13 @@ export function entryWords(state, entry) {
     return "";
   }
   const order = body.order ?? {};
-  const said = body.submission ?? {};
-  const block = body.block ?? order.block ?? said.block;
+  const submission = body.submission ?? {};
+  const block = body.block ?? order.block ?? submission.block;
   const parts = [
     block != null && `block ${block}`,
     body.version != null && `version ${body.version}`,
     (order.task ?? body.task) != null && `task ${order.task ?? body.task}`,
-    (body.worker ?? said.worker) && who(state, body.worker ?? said.worker),
+    (body.worker ?? submission.worker) && who(state, body.worker ?? submission.worker),
     body.epoch != null && `start ${body.epoch}`,
     (entry.kind === "kick" || entry.kind === "finish") && body.reason,
   ];

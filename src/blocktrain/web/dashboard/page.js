@@ -12,12 +12,12 @@ import { clock, count, duration, runTitle, sentence } from "./format.js";
 const CHART_MS = 250; // between two drawings of the charts
 const LEDGER_MS = 5000; // between two looks at the ledger
 const ENTRIES = 12;
-const BEYOND = 999999999999; // the number of no entry: asks only how many there are
+const BEYOND = 999999999999; // larger than any entry: asks only for the total
 const LOOPBACK = /^(localhost|127\.|\[::1\])/;
 const byId = (id) => document.getElementById(id);
 const here = location.origin + location.pathname.replace(/\/[^/]*$/, "");
 
-let live = begin(); // the run as the coordinator tells it
+let live = begin(); // the run as the coordinator reports it
 let link = { phase: "connecting" };
 let skew = 0; // seconds by which the coordinator's clock is ahead
 let token = takeToken();
@@ -29,7 +29,7 @@ let framed = 0;
 let ledgerTotal = 0;
 let changed = false; // since the charts were drawn
 let atOnce = false; // draw them without waiting
-let problem = ""; // something to say for a while
+let problem = ""; // shown for a few seconds
 
 const head = new Head();
 const curves = new Curves(() => setHidden(byId("unzoom"), false));
@@ -87,16 +87,16 @@ function now() {
 
 // The token comes in the fragment, which no browser sends anywhere; it stays in this tab.
 function takeToken() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given) {
-    kept(sessionStorage, "token", given);
+  const value = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (value) {
+    storage(sessionStorage, "token", value);
     history.replaceState(null, "", location.pathname + location.search);
   }
-  return given ?? kept(sessionStorage, "token") ?? "";
+  return value ?? storage(sessionStorage, "token") ?? "";
 }
 
 // A browser may refuse to keep anything; then it is forgotten with the page.
-function kept(area, name, value) {
+function storage(area, name, value) {
   try {
     if (value !== undefined) area.setItem(`blocktrain-${name}`, value);
     return area.getItem(`blocktrain-${name}`);
@@ -120,9 +120,9 @@ function render() {
   const state = film ? film.state : live;
   const locked = link.phase === "locked" && !film;
   const known = state.run !== null && !locked;
-  const asked = locked && byId("sign-in").hidden;
+  const opens = locked && byId("sign-in").hidden;
   setHidden(byId("sign-in"), !locked);
-  if (asked) byId("token").focus();
+  if (opens) byId("token").focus();
   setHidden(byId("empty"), locked || known);
   setHidden(byId("run"), !known);
   renderLine();
@@ -139,7 +139,7 @@ function render() {
   renderJoin(state);
   renderFoot(state);
   renderCharts(state);
-  if (!film && link.phase === "live") lookAtLedger();
+  if (!film && link.phase === "live") fetchLedger();
 }
 
 function renderFoot(state) {
@@ -180,7 +180,7 @@ function renderLine() {
   else if (old)
     setText(
       byId("notice-text"),
-      `The coordinator is away: ${link.sentence}. ${pause()} What you see is from ${clock(heardAt / 1000)}, ${duration((Date.now() - heardAt) / 1000)} ago.`,
+      `The coordinator does not answer: ${link.sentence}. ${pause()} What you see is from ${clock(heardAt / 1000)}, ${duration((Date.now() - heardAt) / 1000)} ago.`,
     );
   const { run } = film ? film.state : live;
   document.title = run ? `${runTitle(run)} – BlockTrain` : "BlockTrain";
@@ -222,11 +222,11 @@ function renderJoin(state) {
   const over = state.finished !== null;
   setHidden(byId("join"), over || player.film !== null);
   setHidden(byId("finished"), !over);
-  const shown = (what) => command(what, token && !revealed ? "••••••••" : token);
-  setText(byId("join-command"), shown("worker"));
+  const visibleCommand = (what) => command(what, token && !revealed ? "••••••••" : token);
+  setText(byId("join-command"), visibleCommand("worker"));
   // A replay has no coordinator at its address, so there is nothing to pull from it.
   setHidden(byId("pull"), player.film !== null);
-  setText(byId("pull-command"), player.film ? "" : shown("pull"));
+  setText(byId("pull-command"), player.film ? "" : visibleCommand("pull"));
   setHidden(byId("join-reveal"), !token);
   setText(byId("join-reveal"), revealed ? "Hide token" : "Show token");
   setAttribute(byId("join-reveal"), "aria-pressed", revealed);
@@ -242,19 +242,19 @@ function command(what, secret) {
 }
 
 async function copy(button, text) {
-  const said = button.textContent;
+  const label = button.textContent;
   try {
     if (navigator.clipboard) await navigator.clipboard.writeText(text);
-    else copyByHand(text); // a page over plain http has no clipboard of its own
+    else copyWithSelection(text); // browsers offer no clipboard over plain http
     setText(button, "Copied");
     setText(byId("announce"), "Copied");
   } catch {
     setText(button, "Not allowed here");
   }
-  setTimeout(() => setText(button, said), 1600);
+  setTimeout(() => setText(button, label), 1600);
 }
 
-function copyByHand(text) {
+function copyWithSelection(text) {
   const field = make("textarea", "unseen");
   field.value = text;
   document.body.append(field);
@@ -265,23 +265,23 @@ function copyByHand(text) {
   focused?.focus();
 }
 
-// What changed, for those who listen; the words of `renderLine` tick and would be read again and again.
+// What changed, for screen readers: screen readers would repeat the changing text of `renderLine`.
 function announce() {
   const words = {
     connecting: "Connecting to the coordinator",
     live: "Connected",
-    away: "The coordinator is away; what is shown is old",
+    away: "The coordinator does not answer; what you see is old",
     locked: "A token is needed",
     ended: "Replaying a log",
   };
   setText(byId("announce"), words[link.phase] ?? "");
 }
 
-async function lookAtLedger() {
+async function fetchLedger() {
   const moment = performance.now();
   if (moment - ledgerAt < LEDGER_MS) return;
   const { top, bottom } = byId("record").getBoundingClientRect();
-  if (bottom < 0 || top > innerHeight) return; // nobody looks: its bytes would be the run's
+  if (bottom < 0 || top > innerHeight) return; // it is out of sight: save the traffic
   ledgerAt = moment;
   try {
     const page = async (after) => (await ask(`v1/ledger?after=${after}`, token)).json();
@@ -291,7 +291,7 @@ async function lookAtLedger() {
     ledger.entries = (await page(Math.max(0, total - ENTRIES))).entries.slice(-ENTRIES);
     draw();
   } catch {
-    ledgerAt += 2 * LEDGER_MS; // the line itself tells when the coordinator is away
+    ledgerAt += 2 * LEDGER_MS; // the connection itself shows that the coordinator is away
   }
 }
 
@@ -311,7 +311,7 @@ const THEMES = ["auto", "light", "dark"];
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  kept(localStorage, "theme", theme);
+  storage(localStorage, "theme", theme);
   setText(byId("theme").lastElementChild, theme);
   setAttribute(byId("theme"), "aria-label", `Theme: ${theme}`);
   curves.restyle();
@@ -322,42 +322,42 @@ function unzoom() {
   setHidden(byId("unzoom"), true);
 }
 
-function chosen(id, then) {
+function onChange(id, then) {
   byId(id).addEventListener("change", (event) => {
     then(event.target.value);
     draw(true);
   });
 }
 
-function clicked(id, then) {
+function onClick(id, then) {
   byId(id).addEventListener("click", () => then(byId(id)));
 }
 
 function wire() {
-  clicked("theme", () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]));
+  onClick("theme", () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => curves.restyle());
-  clicked("try-now", () => line.retry());
-  clicked("join-copy", (button) => copy(button, command("worker", token)));
-  clicked("pull-copy", (button) => copy(button, command("pull", token)));
-  clicked("join-reveal", () => {
+  onClick("try-now", () => line.retry());
+  onClick("join-copy", (button) => copy(button, command("worker", token)));
+  onClick("pull-copy", (button) => copy(button, command("pull", token)));
+  onClick("join-reveal", () => {
     revealed = !revealed;
     draw();
   });
-  clicked("unzoom", unzoom);
-  chosen("axis", (value) => {
+  onClick("unzoom", unzoom);
+  onChange("axis", (value) => {
     curves.axis = value;
     unzoom();
   });
-  chosen("span", (value) => {
+  onChange("span", (value) => {
     curves.recent = value === "recent";
     unzoom();
   });
-  chosen("tone", (value) => (feed.tone = value));
+  onChange("tone", (value) => (feed.tone = value));
   byId("sign-in-form").addEventListener("submit", (event) => {
     event.preventDefault();
     token = byId("token").value.trim();
     byId("token").value = "";
-    kept(sessionStorage, "token", token);
+    storage(sessionStorage, "token", token);
     line.start(token);
   });
   window.addEventListener("online", () => line.retry());
@@ -366,6 +366,6 @@ function wire() {
   setInterval(() => draw(), 1000); // countdowns and "seconds ago"
 }
 
-setTheme(THEMES.find((theme) => theme === kept(localStorage, "theme")) ?? "auto");
+setTheme(THEMES.find((theme) => theme === storage(localStorage, "theme")) ?? "auto");
 wire();
 line.start(token);

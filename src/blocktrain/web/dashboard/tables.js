@@ -32,16 +32,16 @@ export function swatch({ colour, dash, width }) {
   return svg;
 }
 
-// Children of `parent` by key: made once by `build(item)`, told by `put(parts, item)`, in the order of the items.
+// Children of `parent` by key: built once by `build(item)`, updated by `put(parts, item)`, in the order of the items.
 export class Keyed {
   constructor(parent, key, build, put) {
     Object.assign(this, { parent, key, build, put, known: new Map() });
   }
 
   update(items) {
-    const wanted = new Set(items.map(this.key));
+    const keys = new Set(items.map(this.key));
     for (const [key, parts] of this.known) {
-      if (wanted.has(key)) continue;
+      if (keys.has(key)) continue;
       parts.root.remove();
       this.known.delete(key);
     }

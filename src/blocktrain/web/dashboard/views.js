@@ -1,6 +1,6 @@
 // Everything that is neither a chart nor the table of workers: written into the elements of index.html, in place.
 
-import { atWork, bought, gained, isTooEarly, progress, remaining, share, tail } from "./fold.js";
+import { atWork, curveGain, runGain, isTooEarly, progress, remaining, share, tail } from "./fold.js";
 import { FUSED, look } from "./charts.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Keyed, meter, setMeter, swatch, tableOf } from "./tables.js";
@@ -13,7 +13,7 @@ import {
   count,
   duration,
   entryWords,
-  listed,
+  joinNames,
   many,
   nats,
   perByte,
@@ -21,17 +21,17 @@ import {
   runTitle,
   sentence,
   short,
-  tell,
+  describeEvent,
   unitOf,
   who,
 } from "./format.js";
 
-const TOLD = 80; // lines of the feed
+const FEED_LINES = 80; // lines of the feed
 const SEGMENTS = 24; // blocks that have a bar of their own in the head
 const SOON = 5; // seconds before a deadline
 const byId = (id) => document.getElementById(id);
 
-export function drawnAs(run, index) {
+export function curveStyle(run, index) {
   return run?.fusion === index ? { ...FUSED, width: 2 } : look(index);
 }
 
@@ -51,23 +51,23 @@ export class Head {
 
   update(state, now) {
     const { run } = state;
-    const done = state.finished ? 1 : progress(state);
+    const spent = state.finished ? 1 : progress(state);
     setText(byId("run-name"), runTitle(run));
     setText(byId("kicker"), kicker(run));
     setText(byId("why"), state.finished ? "" : why(state));
-    setText(byId("share"), percent(done));
-    const left = remaining(state, now);
+    setText(byId("share"), percent(spent));
+    const secondsLeft = remaining(state, now);
     const ran = `${duration((state.finished?.time ?? now) - state.first)} so far`;
     setText(
       byId("eta"),
-      state.finished ? `took ${duration(state.finished.time - state.first)}` : left == null ? ran : `about ${duration(left)} left · ${ran}`,
+      state.finished ? `took ${duration(state.finished.time - state.first)}` : secondsLeft == null ? ran : `about ${duration(secondsLeft)} left · ${ran}`,
     );
     const blocks = [...state.blocks.values()].map((block) => ({
       index: block.index,
       share: share(state, block),
-      colour: drawnAs(run, block.index).colour,
+      colour: curveStyle(run, block.index).colour,
     }));
-    this.segments.update(blocks.length <= SEGMENTS ? blocks : [{ index: "all blocks", share: done, colour: "--accent" }]);
+    this.segments.update(blocks.length <= SEGMENTS ? blocks : [{ index: "all blocks", share: spent, colour: "--accent" }]);
     setText(byId("budget"), budget(state));
     this.figures.update(figures(state, now));
   }
@@ -75,14 +75,14 @@ export class Head {
 
 // What the run does, and what keeps it from doing more.
 function why(state) {
-  if (state.phase === "stopping") return `Stopping: ${named(state, state.reason)}`;
+  if (state.phase === "stopping") return `Stopping: ${nameWorkers(state, state.reason)}`;
   const workers = [...state.workers.values()];
   if (!workers.length) return "Waiting for its first worker.";
-  if (!workers.some(isHere)) return "Nobody is here any more: the run waits.";
+  if (!workers.some(isHere)) return "All workers have left. The run waits for one.";
   const open = [...state.blocks.values()].filter((block) => share(state, block) < 1 && !isTooEarly(state, block));
-  const idle = open.filter((block) => !atWork(state, block.index).length).map((block) => `block ${block.index}`);
-  if (idle.length === open.length) return "Running. Nobody trains at this moment.";
-  return idle.length ? `Running. Without a worker at this moment: ${listed(idle, 4)}.` : "Running. Every open block is being trained.";
+  const idle = open.filter((block) => !atWork(state, block.index).length).map((block) => `${block.index}`);
+  if (idle.length === open.length) return "Running. No block is being trained now.";
+  return idle.length ? `Running. Blocks without a worker: ${joinNames(idle, 4)}.` : "Running. Every open block is being trained.";
 }
 
 function isHere(worker) {
@@ -118,12 +118,12 @@ function figures(state, now) {
   const pace = workers.reduce((sum, w) => sum + (w.state === "training" ? w.speed : 0), 0);
   const tokens = [...state.blocks.values()].reduce((sum, block) => sum + block.tokens, 0);
   const moved = state.bytesIn + state.bytesOut;
-  const score = (name) => (state.scores.has(name) ? bought(state.scores.get(name)) : null);
+  const score = (name) => (state.scores.has(name) ? curveGain(state.scores.get(name)) : null);
   const [pool, fused] = [score("pool"), score("fused")];
   const scoredAgo = state.scored == null ? "" : ` · scored ${ago(now - state.scored)}`;
-  const note = (found) => (found ? `${nats(found.now / Math.LN2)} bits per byte${scoredAgo}` : "not scored yet");
-  const best = gained(state);
-  const refused = [...state.refusals.values()].reduce((sum, found) => sum + found.count, 0);
+  const note = (score) => (score ? `${nats(score.now / Math.LN2)} bits per byte${scoredAgo}` : "not scored yet");
+  const best = runGain(state);
+  const refused = [...state.refusals.values()].reduce((sum, refusal) => sum + refusal.count, 0);
   const accepted = [...state.blocks.values()].reduce((sum, block) => sum + block.accepted, 0);
   return [
     {
@@ -212,7 +212,7 @@ function blockName(cell) {
 }
 
 function putBlockName(cell, view, parts) {
-  const drawn = drawnAs(view.run, view.block.index);
+  const drawn = curveStyle(view.run, view.block.index);
   if (parts.line !== drawn.colour) {
     cell.querySelector("svg")?.remove();
     cell.prepend(swatch(drawn));
@@ -273,13 +273,13 @@ function putRound(_, view, parts) {
 function whyOpen(state, block) {
   if (isTooEarly(state, block)) return "Begins when the other blocks have spent half of their budget.";
   const { reason } = block.round;
-  if (reason && !/ has \d+ of \d+ replicas and |waits for its first worker$/.test(reason)) return sentence(named(state, reason));
+  if (reason && !/ has \d+ of \d+ replicas and |waits for its first worker$/.test(reason)) return sentence(nameWorkers(state, reason));
   const names = atWork(state, block.index).map((worker) => who(state, worker.id));
-  return names.length ? `Waits for ${listed(names, 3)}.` : "Waits for a worker.";
+  return names.length ? `Waits for ${joinNames(names, 3)}.` : "Waits for a worker.";
 }
 
 // Reasons name workers by id; people know them by name.
-function named(state, text) {
+function nameWorkers(state, text) {
   return text.replace(/\b[0-9a-f]{32}\b/g, (id) => who(state, id));
 }
 
@@ -299,15 +299,15 @@ export class Feed {
   }
 
   update(state) {
-    const shown = [state, state.told, this.tone];
-    if (this.shown?.every((part, n) => part === shown[n])) return;
-    this.shown = shown;
+    const inputs = [state, state.feedCount, this.tone];
+    if (this.inputs?.every((part, n) => part === inputs[n])) return;
+    this.inputs = inputs;
     const lines = [];
-    for (let n = state.feed.length - 1; n >= 0 && lines.length < TOLD; n--) {
+    for (let n = state.feed.length - 1; n >= 0 && lines.length < FEED_LINES; n--) {
       const event = state.feed[n];
-      const { text, tone } = tell(state, event);
+      const { text, tone } = describeEvent(state, event);
       if (this.tone === "trouble" ? tone !== "trouble" : this.tone === "news" && tone === "quiet") continue;
-      lines.push({ key: event.seq ?? `n${n}`, at: clock(event.time), text: named(state, text), tone });
+      lines.push({ key: event.seq ?? `n${n}`, at: clock(event.time), text: nameWorkers(state, text), tone });
     }
     this.lines.update(lines);
   }
@@ -319,21 +319,21 @@ export class Refusals {
       const parts = { code: make("code"), times: make("span"), text: make("p"), by: make("p") };
       return { ...parts, root: make("li", "", make("div", "top", parts.code, parts.times), parts.text, parts.by) };
     };
-    const put = (parts, found) => {
-      setText(parts.code, found.code);
-      setText(parts.times, found.time ? `${count(found.count)} × · ${clock(found.time)}` : `${count(found.count)} ×`);
-      setText(parts.text, sentence(found.sentence));
-      setText(parts.by, found.by);
-      setHidden(parts.by, !found.by);
+    const put = (parts, refusal) => {
+      setText(parts.code, refusal.code);
+      setText(parts.times, refusal.time ? `${count(refusal.count)} × · ${clock(refusal.time)}` : `${count(refusal.count)} ×`);
+      setText(parts.text, sentence(refusal.sentence));
+      setText(parts.by, refusal.by);
+      setHidden(parts.by, !refusal.by);
     };
-    this.list = new Keyed(byId("refusals"), (found) => found.code, build, put);
+    this.list = new Keyed(byId("refusals"), (refusal) => refusal.code, build, put);
   }
 
   update(state) {
-    const found = [...state.refusals.values()].sort((a, b) => b.count - a.count || (a.code < b.code ? -1 : 1));
-    this.list.update(found.map((item) => ({ ...item, by: by(state, item.workers) })));
-    setHidden(byId("no-refusals"), found.length > 0);
-    setText(byId("refusals-sum"), found.length ? `${count(found.reduce((sum, item) => sum + item.count, 0))} in all` : "");
+    const refusals = [...state.refusals.values()].sort((a, b) => b.count - a.count || (a.code < b.code ? -1 : 1));
+    this.list.update(refusals.map((item) => ({ ...item, by: by(state, item.workers) })));
+    setHidden(byId("no-refusals"), refusals.length > 0);
+    setText(byId("refusals-sum"), refusals.length ? `${count(refusals.reduce((sum, item) => sum + item.count, 0))} in all` : "");
   }
 }
 
@@ -368,7 +368,7 @@ export class Ledger {
           text: entryWords(state, entry),
           hash: entry.hash.slice(0, 8),
         }))
-      : tail(state).map((event) => ({ number: `#${event.seq ?? ""}`, kind: event.kind, text: tell(state, event).text, hash: "" }));
+      : tail(state).map((event) => ({ number: `#${event.seq ?? ""}`, kind: event.kind, text: describeEvent(state, event).text, hash: "" }));
     this.list.update(lines.reverse());
     setText(byId("ledger-title"), live ? "Ledger" : "Last events of the log");
     setText(byId("ledger-sum"), live && this.entries.length ? `hash-chained, ${many(this.entries.at(-1).seq, "entry", "entries")}` : "");

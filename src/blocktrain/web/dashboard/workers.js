@@ -15,7 +15,7 @@ const COLUMNS = [
   { name: "device", label: "device", by: (w) => w.device, put: (cell, w) => setText(cell, w.device || NONE) },
   { name: "block n", label: "block", by: (w) => w.block ?? 1e9, put: (cell, w) => setText(cell, w.block ?? NONE) },
   { name: "condition", label: "state", by: (w) => RANK[w.state] ?? 9, cell: (cell) => within(cell, "span"), put: putState },
-  { name: "task", label: "task", by: done, down: true, cell: taskCell, put: putTask },
+  { name: "task", label: "task", by: taskProgress, down: true, cell: taskCell, put: putTask },
   { name: "speed n", label: "steps/s", by: (w) => w.speed, down: true, put: (cell, w) => setText(cell, speed(w.speed)) },
   { name: "behind n", label: "behind", by: (w) => w.staleness ?? -1, down: true, put: putBehind },
   { name: "accepted n", label: "accepted", by: (w) => w.accepted, down: true, put: (cell, w) => setText(cell, count(w.accepted)) },
@@ -70,20 +70,20 @@ export class Workers {
     const all = [...state.workers.values()];
     for (const worker of all) worker.ago = worker.seen == null ? 0 : now - worker.seen;
     for (const [group, label] of this.counts) setText(label, all.filter(GROUPS[group]).length);
-    const found = all.filter((worker) => GROUPS[this.group](worker) && (!this.words || matches(worker, this.words)));
+    const rows = all.filter((worker) => GROUPS[this.group](worker) && (!this.words || matches(worker, this.words)));
     const { by } = COLUMNS[this.sort];
     const sign = this.down ? -1 : 1;
     const name = COLUMNS[0].by;
-    found.sort((a, b) => sign * compare(by(a), by(b)) || compare(a.block ?? 1e9, b.block ?? 1e9) || compare(name(a), name(b)));
-    this.rows.update(found.slice(0, this.limit));
-    setHidden(this.table, found.length === 0);
-    setHidden(this.blank, found.length > 0);
+    rows.sort((a, b) => sign * compare(by(a), by(b)) || compare(a.block ?? 1e9, b.block ?? 1e9) || compare(name(a), name(b)));
+    this.rows.update(rows.slice(0, this.limit));
+    setHidden(this.table, rows.length === 0);
+    setHidden(this.blank, rows.length > 0);
     setText(
       this.blank,
-      all.length ? "No worker is like that." : "Nobody has joined yet. Run the join command on any machine that should help.",
+      all.length ? "No worker matches." : "Nobody has joined yet. Run the join command on any machine that should help.",
     );
-    setHidden(this.more, found.length <= this.limit);
-    if (found.length > this.limit) setText(this.more, `Show all ${many(found.length, "worker")}`);
+    setHidden(this.more, rows.length <= this.limit);
+    if (rows.length > this.limit) setText(this.more, `Show all ${many(rows.length, "worker")}`);
   }
 }
 
@@ -118,7 +118,7 @@ function putState(cell, worker, label) {
   setAttribute(cell, "title", worker.reason || null);
 }
 
-function done(worker) {
+function taskProgress(worker) {
   return worker.task?.steps ? worker.task.step / worker.task.steps : -1;
 }
 
@@ -146,5 +146,5 @@ function putRefused(cell, worker, { top, small }) {
 
 function putMoved(_, worker, { top, small }) {
   setText(top, bytes(worker.bytesIn));
-  setText(small, worker.bytesOut ? bytes(worker.bytesOut) : ""); // a log does not tell
+  setText(small, worker.bytesOut ? bytes(worker.bytesOut) : ""); // a log does not say
 }

@@ -29,7 +29,7 @@ export class Editor {
     let end = 0;
     while (end < shorter - start && before[before.length - 1 - end] === after[after.length - 1 - end]) end++;
     const mine = { text: after.slice(start, after.length - end), sweep: null };
-    this.parts = joined([...cut(this.parts, 0, start), mine, ...cut(this.parts, before.length - end, before.length)]);
+    this.parts = mergeParts([...cut(this.parts, 0, start), mine, ...cut(this.parts, before.length - end, before.length)]);
     this.draw();
     this.changed();
   }
@@ -65,21 +65,21 @@ function mark(part) {
 }
 
 function cut(parts, start, end) {
-  const found = [];
+  const slices = [];
   let at = 0;
   for (const part of parts) {
     const text = part.text.slice(Math.max(0, start - at), Math.max(0, end - at));
-    if (text) found.push({ text, sweep: part.sweep });
+    if (text) slices.push({ text, sweep: part.sweep });
     at += part.text.length;
   }
-  return found;
+  return slices;
 }
 
-function joined(parts) {
-  const found = [];
+function mergeParts(parts) {
+  const merged = [];
   for (const part of parts) {
-    if (found.length && found.at(-1).sweep === null && part.sweep === null) found.at(-1).text += part.text;
-    else if (part.text) found.push(part);
+    if (merged.length && merged.at(-1).sweep === null && part.sweep === null) merged.at(-1).text += part.text;
+    else if (part.text) merged.push(part);
   }
-  return found;
+  return merged;
 }

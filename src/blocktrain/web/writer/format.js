@@ -41,11 +41,11 @@ export function many(number, one, more = `${one}s`) {
   return `${count(number)} ${number === 1 ? one : more}`;
 }
 
-export function listed(items) {
+export function joinNames(items) {
   return items.length < 2 ? items.join("") : `${items.slice(0, -1).join(", ")} and ${items.at(-1)}`;
 }
 
 export function sentence(text) {
-  const said = text ? text[0].toUpperCase() + text.slice(1) : "";
-  return /[.!?]$/.test(said) ? said : `${said}.`;
+  const words = text ? text[0].toUpperCase() + text.slice(1) : "";
+  return /[.!?]$/.test(words) ? words : `${words}.`;
 }

@@ -33,12 +33,12 @@ const [figures, strip, hosts, answers] = [new Figures(), new Strip(), new Hosts(
 
 // The key comes in the fragment, which no browser sends anywhere; it stays in this tab.
 function takeKey() {
-  const given = new URLSearchParams(location.hash.slice(1)).get("key");
-  if (given) {
-    sessionStorage.setItem("blocktrain-key", given);
+  const value = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (value) {
+    sessionStorage.setItem("blocktrain-key", value);
     history.replaceState(null, "", location.pathname + location.search);
   }
-  return given ?? sessionStorage.getItem("blocktrain-key") ?? "";
+  return value ?? sessionStorage.getItem("blocktrain-key") ?? "";
 }
 
 // The server as it is, once a second while somebody looks.
@@ -48,10 +48,10 @@ async function look() {
   clearTimeout(timer);
   let pause = LOOK_MS;
   try {
-    const found = await (await ask("v1/status", key, { signal: AbortSignal.timeout(8000) })).json();
+    const answer = await (await ask("v1/status", key, { signal: AbortSignal.timeout(8000) })).json();
     if (mine !== looking) return;
-    if (!status) begin(found);
-    [status, tries] = [found, 0];
+    if (!status) begin(answer);
+    [status, tries] = [answer, 0];
     change("live");
   } catch (error) {
     if (mine !== looking) return;
@@ -62,8 +62,8 @@ async function look() {
   timer = setTimeout(() => document.hidden || look(), pause);
 }
 
-function begin(found) {
-  const { defaults, limits, modes } = found;
+function begin(answer) {
+  const { defaults, limits, modes } = answer;
   for (const radio of document.querySelectorAll("#mode input")) {
     radio.disabled = Boolean(modes) && !modes.includes(radio.value);
     radio.checked = radio.value === defaults.mode;
@@ -73,9 +73,9 @@ function begin(found) {
   byId("length").max = limits.max_tokens;
 }
 
-function change(next, said = "") {
+function change(next, sentence = "") {
   const before = phase;
-  [phase, reason] = [next, said];
+  [phase, reason] = [next, sentence];
   if (before !== next) announce();
   draw();
 }
@@ -122,8 +122,8 @@ function render() {
 
 const MODES = {
   exact: "One block drafts here, all blocks check the draft in one sweep. The text is the same, byte for byte, as one by one.",
-  sweep: "A draft of the whole text; each sweep keeps what is right, corrects the first byte that is not, and the rest is drafted anew. Fast; more sweeps come closer to the exact text.",
-  autoregressive: "One traversal of all hosts for every byte: what others do, and the measure for the rest.",
+  sweep: "A draft of the whole text; each sweep keeps what is right, corrects the first byte that is not, and drafts the rest again. Fast; more sweeps come closer to the exact text.",
+  autoregressive: "One traversal of all hosts for every byte: the usual way, as a baseline for the other two.",
 };
 
 function mode() {
@@ -191,9 +191,9 @@ function settings() {
 }
 
 async function write() {
-  const asked = settings();
-  if (writing || !asked || phase !== "live") return;
-  const answer = { number: ++numbers, asked, began: performance.now(), seconds: 0, size: 0, sweeps: 0, gains: [], first: null, cut: 0, facts: {}, finish: null, degraded: false };
+  const options = settings();
+  if (writing || !options || phase !== "live") return;
+  const answer = { number: ++numbers, options, began: performance.now(), seconds: 0, size: 0, sweeps: 0, gains: [], first: null, cut: 0, facts: {}, finish: null, degraded: false };
   writing = { answer, stop: new AbortController() };
   const before = paper.keep();
   tell("", "");
@@ -202,10 +202,10 @@ async function write() {
   setText(byId("announce"), "Writing");
   let wrong = "";
   try {
-    const body = { model: status.id, prompt: paper.text, stream: true, stream_options: { include_usage: true }, ...asked };
+    const body = { model: status.id, prompt: paper.text, stream: true, stream_options: { include_usage: true }, ...options };
     for await (const chunk of listen(body, key, writing.stop.signal)) take(answer, chunk);
   } catch (error) {
-    if (error.name !== "AbortError") wrong = told(error);
+    if (error.name !== "AbortError") wrong = errorText(error);
   }
   finish(answer, before, wrong);
 }
@@ -214,12 +214,12 @@ function take(answer, chunk) {
   if (chunk.usage) Object.assign(answer, { size: chunk.usage.completion_tokens, cut: chunk.usage.prompt_bytes_cut });
   const choice = chunk.choices[0];
   if (!choice) return;
-  const gained = size.encode(choice.text).length;
-  if (gained) answer.first ??= performance.now() - answer.began;
+  const added = size.encode(choice.text).length;
+  if (added) answer.first ??= performance.now() - answer.began;
   if (choice.text) paper.add(choice.text, answer.number + chunk.blocktrain.sweeps);
-  answer.size += gained;
-  if (chunk.blocktrain.sweeps > answer.sweeps || !answer.gains.length) answer.gains.push(gained);
-  else answer.gains[answer.gains.length - 1] += gained;
+  answer.size += added;
+  if (chunk.blocktrain.sweeps > answer.sweeps || !answer.gains.length) answer.gains.push(added);
+  else answer.gains[answer.gains.length - 1] += added;
   Object.assign(answer, { facts: chunk.blocktrain, sweeps: chunk.blocktrain.sweeps, finish: choice.finish_reason, degraded: chunk.blocktrain.degraded.length > 0 });
   draw();
 }
@@ -235,10 +235,10 @@ function finish(answer, before, wrong) {
     last = { before };
     answers.add(answer);
   }
-  const done = `${many(answer.size, "byte")} in ${many(answer.sweeps, "sweep")}, ${digits(answer.seconds)} s`;
+  const summary = `${many(answer.size, "byte")} in ${many(answer.sweeps, "sweep")}, ${digits(answer.seconds)} s`;
   const cut = answer.cut ? ` The first ${many(answer.cut, "byte")} of your text were beyond its context.` : "";
-  tell(wrong ? "" : stopped ? `Stopped after ${done}.` : `${done}.${cut}`, wrong);
-  setText(byId("announce"), wrong || (stopped ? "Stopped" : `Done: ${done}`));
+  tell(wrong ? "" : stopped ? `Stopped after ${summary}.` : `${summary}.${cut}`, wrong);
+  setText(byId("announce"), wrong || (stopped ? "Stopped" : `Done: ${summary}`));
   draw();
 }
 
@@ -248,7 +248,7 @@ function tell(ending, wrong) {
   setHidden(byId("wrong"), !wrong);
 }
 
-function told(error) {
+function errorText(error) {
   if (!(error instanceof Refusal)) return sentence(error instanceof TypeError ? "the server does not answer; the text so far is kept" : error.message);
   if (error.status === 401) look();
   return sentence(error.message);
@@ -279,16 +279,16 @@ function setTheme(theme) {
 }
 
 async function copy(button, text) {
-  const said = button.textContent;
+  const label = button.textContent;
   try {
     await navigator.clipboard.writeText(text);
     setText(button, "Copied");
     setText(byId("announce"), "Copied");
   } catch {
-    getSelection().selectAllChildren(byId("code")); // a page over plain http has no clipboard of its own
-    setText(button, "Selected: copy by hand");
+    getSelection().selectAllChildren(byId("code")); // browsers offer no clipboard over plain http
+    setText(button, "Selected: press Ctrl+C");
   }
-  setTimeout(() => setText(button, said), 1600);
+  setTimeout(() => setText(button, label), 1600);
 }
 
 function wire() {

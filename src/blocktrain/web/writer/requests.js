@@ -22,7 +22,7 @@ export async function* answer(body, key, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new Error("the line was cut before the answer was complete");
+    if (done) throw new Error("the connection was cut before the answer was complete");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

@@ -9,9 +9,9 @@ export class Rows {
   }
 
   update(items) {
-    const wanted = new Set(items.map(this.key));
+    const keys = new Set(items.map(this.key));
     for (const [key, row] of this.known) {
-      if (wanted.has(key)) continue;
+      if (keys.has(key)) continue;
       row.remove();
       this.known.delete(key);
     }

@@ -2,7 +2,7 @@
 
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Rows } from "./tables.js";
-import { NONE, bytes, count, digits, duration, listed, many, milliseconds, percent } from "./format.js";
+import { NONE, bytes, count, digits, duration, joinNames, many, milliseconds, percent } from "./format.js";
 
 const COLOURS = 6;
 const BARS = 160; // sweeps that the strip has room for
@@ -52,24 +52,24 @@ export class Figures {
 // A bar for each sweep, as high as the bytes that it added.
 export class Strip {
   constructor() {
-    [this.strip, this.text, this.shown] = [byId("strip"), byId("strip-text"), 0];
+    [this.strip, this.text, this.count] = [byId("strip"), byId("strip-text"), 0];
   }
 
   update(answer) {
     if (!answer) return;
     const gains = answer.gains;
-    if (gains.length < this.shown) this.clear();
+    if (gains.length < this.count) this.clear();
     const scale = Math.max(LEAST_SCALE, ...gains.slice(-BARS));
-    for (; this.shown < gains.length; this.shown++) this.strip.append(make("i", this.shown % 2 ? "" : "odd"));
+    for (; this.count < gains.length; this.count++) this.strip.append(make("i", this.count % 2 ? "" : "odd"));
     while (this.strip.children.length > BARS) this.strip.firstChild.remove();
-    const kept = gains.slice(-this.strip.children.length || gains.length);
-    [...this.strip.children].forEach((bar, n) => (bar.style.height = `${Math.max(3, (100 * kept[n]) / scale)}%`));
+    const visible = gains.slice(-this.strip.children.length || gains.length);
+    [...this.strip.children].forEach((bar, n) => (bar.style.height = `${Math.max(3, (100 * visible[n]) / scale)}%`));
     setText(this.text, gains.length ? `Bytes that each sweep added, newest on the right: ${Math.min(...gains)} to ${Math.max(...gains)}, the last one ${gains.at(-1)}.` : "The first sweep is under way.");
   }
 
   clear() {
     this.strip.replaceChildren();
-    this.shown = 0;
+    this.count = 0;
   }
 }
 
@@ -81,7 +81,7 @@ export class Hosts {
     this.rows = new Rows(byId("hosts").tBodies[0], (host) => host.name, [
       { name: "name", label: "host", put: (cell, host) => setText(cell, host.name) },
       { name: "line", label: "line", put: (cell, host) => putState(cell, host) },
-      { name: "held", label: "blocks", put: (cell, host) => putBlocks(cell, host.blocks) },
+      { name: "blocks", label: "blocks", put: (cell, host) => putBlocks(cell, host.blocks) },
       n("trip", "round trip", (cell, host) => setText(cell, host.alive && host.rtt_ms > 0 ? milliseconds(host.rtt_ms) : NONE)),
       n("queue", "queue", (cell, host) => setText(cell, host.alive ? count(host.queue) : NONE)),
       n("moved", "in / out", (cell, host) => (host.here ? setText(cell, NONE) : putPair(cell, `${bytes(host.bytes_in)} / ${bytes(host.bytes_out)}`, host.rate ? `${bytes(host.rate)}/s now` : ""))),
@@ -118,8 +118,8 @@ function putState(cell, host) {
 
 function putBlocks(cell, blocks) {
   const key = blocks.join();
-  if (cell.dataset.held === key) return;
-  cell.dataset.held = key;
+  if (cell.dataset.blocks === key) return;
+  cell.dataset.blocks = key;
   cell.replaceChildren(...blocks.map((block) => make("span", `block block-${((block - 1) % COLOURS) + 1}`, String(block))), ...(blocks.length ? [] : [NONE]));
 }
 
@@ -132,7 +132,7 @@ function putPair(cell, text, note) {
 // A line for each answer, newest first.
 export class Answers {
   constructor() {
-    this.told = [];
+    this.answers = [];
     const n = (label, put) => ({ name: "n", label, put });
     this.rows = new Rows(byId("answers").tBodies[0], (answer) => answer.number, [
       { name: "mode", label: "mode", put: (cell, answer) => putPair(cell, modeName(answer), answer.degraded ? "degraded" : `seed ${answer.facts.seed ?? NONE}`) },
@@ -144,8 +144,8 @@ export class Answers {
   }
 
   add(answer) {
-    this.told = [answer, ...this.told].slice(0, 8);
-    this.rows.update(this.told);
+    this.answers = [answer, ...this.answers].slice(0, 8);
+    this.rows.update(this.answers);
     setHidden(byId("answers"), false);
     setHidden(byId("no-answers"), true);
   }
@@ -153,16 +153,16 @@ export class Answers {
 
 function modeName(answer) {
   const name = { autoregressive: "one by one" }[answer.facts.mode] ?? answer.facts.mode ?? NONE;
-  return answer.facts.mode === "sweep" && answer.asked.sweeps > 1 ? `${name} × ${answer.asked.sweeps}` : name;
+  return answer.facts.mode === "sweep" && answer.options.sweeps > 1 ? `${name} × ${answer.options.sweeps}` : name;
 }
 
 export function degradedWords(blocks) {
   if (!blocks.length) return "";
-  const named = `${blocks.length === 1 ? "Block" : "Blocks"} ${listed(blocks.map(String))}`;
-  return `Degraded: ${named} did not take part in this answer, because no host that holds ${blocks.length === 1 ? "it" : "them"} answered. The text goes on without.`;
+  const named = `${blocks.length === 1 ? "Block" : "Blocks"} ${joinNames(blocks.map(String))}`;
+  return `Degraded: ${named} did not take part in this answer, because no host that holds ${blocks.length === 1 ? "it" : "them"} answered. The text continues without it.`;
 }
 
 // The state of the server while blocks have no holder: "degraded: block 3".
 export function missingWords(blocks) {
-  return blocks.length ? `degraded: ${blocks.length === 1 ? "block" : "blocks"} ${listed(blocks.map(String))}` : "";
+  return blocks.length ? `degraded: ${blocks.length === 1 ? "block" : "blocks"} ${joinNames(blocks.map(String))}` : "";
 }
