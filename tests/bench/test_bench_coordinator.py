@@ -23,7 +23,7 @@ from blocktrain.bench.transport.transfers import TransferOptions
 from blocktrain.protocol.messages import UploadState
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import split
-from blocktrain.watch.server import Listen, running
+from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import MOST_IN_FLIGHT, HttpClient, LocalClient, next_room, upload
 from support.command import blocktrain
 from support.fake_worker import CONFIG, FakeWorker, beginning, whole_ledger
@@ -96,7 +96,7 @@ def test_a_swarm_of_few_against_a_coordinator_here(tmp_path: Path) -> None:
     config = CONFIG.replace(steps=10**6)
     with (
         beginning(tmp_path, config=config, replicas=2, task_steps=None) as coordinator,
-        running(coordinator, Listen()) as url,
+        serve_coordinator(coordinator, Listen()) as url,
     ):
         host, port = url.removeprefix("http://").split(":")
         load = Load(host, int(port), 4, 6.0, heartbeat=0.2, task=0.5, churn=0.1)
@@ -113,7 +113,7 @@ def test_a_swarm_of_few_against_a_coordinator_here(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error(tmp_path: Path) -> None:
-    with beginning(tmp_path) as coordinator, running(coordinator, Listen()) as url:
+    with beginning(tmp_path) as coordinator, serve_coordinator(coordinator, Listen()) as url:
         host, port = url.removeprefix("http://").split(":")
         load, notes = Load(host, int(port), 1, 1.0), Notes()
 
@@ -189,7 +189,7 @@ class Counting(HttpClient):
 def test_an_upload_fills_a_long_line(tmp_path: Path) -> None:
     with (
         beginning(tmp_path, compression="fp16") as coordinator,
-        running(coordinator, Listen()) as url,
+        serve_coordinator(coordinator, Listen()) as url,
     ):
         host, port = url.removeprefix("http://").split(":")
         with (

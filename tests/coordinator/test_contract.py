@@ -15,7 +15,7 @@ from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
-from blocktrain.watch.server import Listen, WatchedCoordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, serve_coordinator
 from blocktrain.web.client import HttpClient, LocalClient, fetch
 from support.fake_worker import (
     CONFIG,
@@ -41,7 +41,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
             if request.param == "local":
                 return coordinator, LocalClient(coordinator)
             url = stack.enter_context(
-                running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR))
+                serve_coordinator(coordinator, Listen(token=TOKEN, operator_token=OPERATOR))
             )
             client = HttpClient(url, OPERATOR, timeout=120)
             stack.callback(client.close)

@@ -26,7 +26,7 @@ from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import RULES, Code
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.store.blobs import FolderBlobs
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient, fetch
@@ -90,7 +90,7 @@ def opened(folder: Path, **policy: Any) -> Iterator[Place]:
     listen = Listen(token=TOKEN, operator_token=OPERATOR)
     with (
         beginning(folder, clock=clock, **policy) as coordinator,
-        running(coordinator, listen) as url,
+        serve_coordinator(coordinator, listen) as url,
     ):
         http = httpx2.Client(
             base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120
@@ -713,7 +713,7 @@ def test_headers_that_never_end_are_hung_up_on(
 def test_too_many_at_once_are_turned_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "MAX_FROM_ONE", 0)
     assert refuse(place, Code.TOO_MANY_REQUESTS, lambda: place.http.get("/v1/run")).retry_seconds
-    monkeypatch.setattr(guard, "MAX_SERVED", 0)
+    monkeypatch.setattr(guard, "MAX_REQUESTS", 0)
     assert refuse(place, Code.BUSY, lambda: place.http.get("/v1/run")).retry_seconds
     monkeypatch.undo()
     assert place.http.get("/v1/run").status_code == 200
@@ -807,7 +807,7 @@ def test_a_flipped_bit_is_never_used(tmp_path: Path) -> None:
             return tmp_path / "run" / "blobs" / name[:2] / name[2:4] / name
 
         flip(stored(task.weights.sha256))
-        listening = running(coordinator, Listen())
+        listening = serve_coordinator(coordinator, Listen())
         with (
             listening as url,
             closing(HttpClient(url, timeout=120)) as client,

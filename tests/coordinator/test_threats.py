@@ -19,7 +19,7 @@ from blocktrain.clock import SimulatedClock
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
@@ -116,7 +116,7 @@ def listening(
     monkeypatch.setattr(guard, "Occupancy", occupancy)
     with (
         beginning(folder, **policy) as coordinator,
-        running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
     ):
         yield coordinator, counters[0], url
 
@@ -196,7 +196,7 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        guard, "MAX_SERVED", 32
+        guard, "MAX_REQUESTS", 32
     )  # bodies that are still on their way take none of these places
     monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
     monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
@@ -206,8 +206,8 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
             three_hundred(address_of(url)) as crowd,
             closing(HttpClient(url, TOKEN, timeout=PATIENCE)) as client,
         ):
-            until(lambda: crowd.closed == 22 and counted.moving.total() == 128, "a full house")
-            assert dict(counted.moving) == {"127.0.0.3": 64, "127.0.0.4": 64}, (
+            until(lambda: crowd.closed == 22 and counted.transfers.total() == 128, "a full house")
+            assert dict(counted.transfers) == {"127.0.0.3": 64, "127.0.0.4": 64}, (
                 "nobody takes more than one address may"
             )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
@@ -218,11 +218,11 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
             assert len(worker.receipts) == 10 and all(
                 receipt.accepted for receipt in worker.receipts
             )
-            assert len(crowd.lines) == 278 and counted.moving.total() >= 128, (
+            assert len(crowd.lines) == 278 and counted.transfers.total() >= 128, (
                 "they were there all the time"
             )
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
-        until(lambda: not counted.moving and not counted.served, "room after they have gone")
+        until(lambda: not counted.transfers and not counted.requests, "room after they have gone")
 
         monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
         monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
@@ -230,7 +230,7 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
         with three_hundred(address_of(url)) as crowd:
             until(lambda: crowd.closed == 300, "the end of the last of them")
         assert 0 < refusals[Code.TOO_SLOW] <= 150 and set(crowd.statuses) <= {408, 429}
-        assert Code.BUSY not in refusals and not counted.moving and not counted.served
+        assert Code.BUSY not in refusals and not counted.transfers and not counted.requests
         assert len(kinds(coordinator, "join")) == 1
 
 
@@ -278,7 +278,7 @@ def is_served(url: str) -> bool:
 def test_those_who_do_not_read_are_counted_and_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "MAX_SERVED", 2)
+    monkeypatch.setattr(guard, "MAX_REQUESTS", 2)
     monkeypatch.setattr(guard, "MAX_FROM_ONE", 3)
     with listening(tmp_path, monkeypatch) as (coordinator, counted, url), ExitStack() as stack:
         large = coordinator.run.store.blobs.put(
@@ -299,15 +299,15 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(
         assert [line.recv(3) for line in lines] == [b"200"] * 3
         assert reader().recv(3) == b"429", "a download counts until it is over"
         assert is_served(url), "others are served"
-        until(lambda: dict(counted.moving) == {"127.0.0.2": 3}, "three that are still counted")
+        until(lambda: dict(counted.transfers) == {"127.0.0.2": 3}, "three that are still counted")
         for line in lines:
             line.close()
-        until(lambda: not counted.moving and not counted.served, "room after they have gone")
+        until(lambda: not counted.transfers and not counted.requests, "room after they have gone")
 
         monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
         monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
         line = reader()
-        until(lambda: not counted.moving and not counted.served, "the end of it")
+        until(lambda: not counted.transfers and not counted.requests, "the end of it")
         assert len(rest(line)) < 1 << 24
 
 

@@ -27,7 +27,7 @@ from blocktrain.serving.entry.answer import Request
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.entry.route import chain, nearest, parse_route
 from blocktrain.serving.stage.stage import Stage
-from blocktrain.watch.server import Listen, running
+from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient
 from conftest import random_model, tiny_config
 from support.fake_worker import TOKEN, beginning
@@ -123,7 +123,7 @@ def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
 def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Path) -> None:
     with (
         beginning(tmp_path / "run") as coordinator,
-        running(coordinator, Listen(token=TOKEN)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN)) as url,
     ):
         with closing(HttpClient(url, "another")) as stranger:
             for call in (stranger.stages, partial(stranger.announce_stage, notice())):

@@ -32,7 +32,7 @@ from blocktrain.errors import StorageFailed, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.open import read_store
-from blocktrain.watch.server import Listen, Server, open_coordinator, running
+from blocktrain.watch.server import Listen, Server, open_coordinator, serve_coordinator
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import environment
 from support.fake_worker import CONFIG, FakeWorker, as_task, begin, prepared, whole_ledger
@@ -271,7 +271,7 @@ def test_a_worker_that_was_stopped_past_its_lease_goes_on(
     )
     client = LocalClient(coordinator)
     other = FakeWorker(client, seed=2)
-    with running(coordinator, Listen()) as url:
+    with serve_coordinator(coordinator, Listen()) as url:
         sleeper = processes.worker(url).start()
         until(
             lambda: len(sleeper.said("accepted")) >= 3, "three updates", sleeper

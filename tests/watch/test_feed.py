@@ -31,7 +31,7 @@ from blocktrain.watch.feed import (
     event_fields,
     read_events,
 )
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
 from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
@@ -58,7 +58,7 @@ def serving(
     """A run with rounds of one update behind HTTP."""
     with (
         beginning(folder, clock=clock) as coordinator,
-        running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
     ):
         client = HttpClient(url, TOKEN)
         try:
@@ -334,7 +334,7 @@ def test_a_listener_that_leaves_events_lying_gets_no_more() -> None:
         feed.put("update")
         feed.put("version")
         assert [event.kind for event in quick.take()] == ["version"]
-    assert slow.gone and slow.take() == [] and not quick.gone
+    assert slow.closed and slow.take() == [] and not quick.closed
 
 
 def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
@@ -377,7 +377,7 @@ def test_a_disk_without_room_for_events_stops_nothing(
             "version",
             "task",
         ]
-        assert coordinator.feed.dropped >= 5 and "the run goes on" in coordinator.feed.problem
+        assert coordinator.feed.drop_count >= 5 and "the run goes on" in coordinator.feed.problem
         for _ in range(3):
             lines.print_new()
         said = capsys.readouterr().err
@@ -400,7 +400,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(30):
     feed.put("update", block=number)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-feed.put("version", clipped=feed.dropped)
+feed.put("version", clipped=feed.drop_count)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     *fitted, last = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from blocktrain.watch.server import Listen, open_coordinator, running
+from blocktrain.watch.server import Listen, open_coordinator, serve_coordinator
 from blocktrain.web.client import HttpClient
 from support.event_reader import fetch
 from support.fake_worker import TOKEN, FakeWorker, as_task, beginning
@@ -27,7 +27,10 @@ def read(url: str) -> Samples:
 
 
 def test_metrics_agree_with_the_status(tmp_path: Path) -> None:
-    with beginning(tmp_path) as coordinator, running(coordinator, Listen(token=TOKEN)) as url:
+    with (
+        beginning(tmp_path) as coordinator,
+        serve_coordinator(coordinator, Listen(token=TOKEN)) as url,
+    ):
         client = HttpClient(url, TOKEN)
         worker = FakeWorker(client)
         task = worker.joined()
@@ -77,7 +80,7 @@ def test_metrics_agree_with_the_status(tmp_path: Path) -> None:
 def test_a_run_that_is_being_prepared_has_metrics_too(tmp_path: Path) -> None:
     coordinator = open_coordinator(tmp_path)
     try:
-        with running(coordinator, Listen(token=TOKEN)) as url:
+        with serve_coordinator(coordinator, Listen(token=TOKEN)) as url:
             found = read(url)
             assert (
                 found["blocktrain_ready", ()] == 0 and ("blocktrain_rounds_total", ()) not in found

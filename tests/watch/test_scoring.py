@@ -20,7 +20,7 @@ from blocktrain.protocol.messages import BlockVersion
 from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
 from blocktrain.watch.feed import EVENTS, Listener, read_events
-from blocktrain.watch.scorer import sampled
+from blocktrain.watch.scorer import sample_cross_entropies
 from blocktrain.watch.scoring import Scorer
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.worker.task import read_blocks
@@ -151,7 +151,7 @@ def test_a_sample_is_taken_from_all_over_a_long_split(trained: Model, corpus: Co
     long = np.tile(corpus.valid, 4)
     context = trained.config.context
     whole = cross_entropies(context_predictors(trained), long, context)
-    some = sampled(context_predictors(trained), long, context, len(long) // 3)
+    some = sample_cross_entropies(context_predictors(trained), long, context, len(long) // 3)
     assert some.keys() == whole.keys()
     assert some == pytest.approx(whole, abs=0.1)
-    assert sampled(context_predictors(trained), long, context, len(long)) == whole
+    assert sample_cross_entropies(context_predictors(trained), long, context, len(long)) == whole

@@ -10,7 +10,7 @@ import pytest
 from blocktrain.errors import ConfigError
 from blocktrain.protocol import calls
 from blocktrain.watch.feed import EVENTS, read_events
-from blocktrain.watch.server import Listen, Server, open_coordinator, running
+from blocktrain.watch.server import Listen, Server, open_coordinator, serve_coordinator
 from support.fake_worker import OPERATOR, TOKEN, begin, beginning, whole_ledger
 
 
@@ -21,7 +21,7 @@ def kinds(folder: Path) -> list[str]:
 def test_a_refused_start_is_no_restart(tmp_path: Path) -> None:
     begin(tmp_path).close()
     before = kinds(tmp_path)
-    with beginning(tmp_path / "other") as other, running(other, Listen()) as url:
+    with beginning(tmp_path / "other") as other, serve_coordinator(other, Listen()) as url:
         taken = int(url.rpartition(":")[2])
         refused = open_coordinator(tmp_path)
         with pytest.raises(ConfigError, match="cannot listen"):
@@ -39,7 +39,7 @@ def test_a_refused_start_is_no_restart(tmp_path: Path) -> None:
 def test_every_call_of_the_table_has_a_route_and_its_guard(tmp_path: Path) -> None:
     with (
         beginning(tmp_path) as coordinator,
-        running(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN, operator_token=OPERATOR)) as url,
     ):
         for call in (*calls.CALLS, *calls.WATCH_CALLS):
             path = call.path.format(task=1, index=0, name="0" * 64)

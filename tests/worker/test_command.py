@@ -17,7 +17,7 @@ import pytest
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import ConfigError
-from blocktrain.watch.server import Listen, running
+from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.worker import command as worker_command
 from blocktrain.worker.command import LogOutput, WorkerOptions, parse_bytes, run_worker
 from support.command import start
@@ -56,7 +56,7 @@ def test_the_command_leaves_on_a_signal(
 ) -> None:
     monkeypatch.setattr(worker_command, "STOP_SECONDS", 600.0)  # it would end this very process
     here = place(Policy.exact(20), blocks=2, steps=10**6)
-    with running(here.coordinator, Listen(token="secret")) as url:
+    with serve_coordinator(here.coordinator, Listen(token="secret")) as url:
 
         def signal_later() -> None:
             until(here.updates)
@@ -117,7 +117,7 @@ def test_without_a_terminal_every_event_is_a_line(
     place: Callable[..., WorkerRun], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     here = place(Policy.exact(5), blocks=2)
-    with running(here.coordinator, Listen(token="secret")) as url:
+    with serve_coordinator(here.coordinator, Listen(token="secret")) as url:
         options = WorkerOptions(url, "secret", "cpu", "", "here", tmp_path / "cache")
         assert run_worker(options) == 0
     out, err = capfd.readouterr()

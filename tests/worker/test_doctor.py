@@ -27,7 +27,7 @@ import trustme
 
 from blocktrain.config import make_config
 from blocktrain.terminal import amount
-from blocktrain.watch.server import Listen, running
+from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
@@ -91,7 +91,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a coordinator that wants a token."""
     with (
         beginning(tmp_path_factory.mktemp("run")) as coordinator,
-        running(coordinator, Listen(token=TOKEN)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN)) as url,
     ):
         yield url
 
@@ -220,7 +220,10 @@ def test_the_command_as_json(here: str, tmp_path: Path) -> None:
 
 
 def test_coordinator_is_down(tmp_path: Path) -> None:
-    with beginning(tmp_path / "run") as coordinator, running(coordinator, Listen()) as url:
+    with (
+        beginning(tmp_path / "run") as coordinator,
+        serve_coordinator(coordinator, Listen()) as url,
+    ):
         pass
     checks = found(tmp_path, url)
     require_failure(
@@ -337,7 +340,7 @@ def secure(
         part.write_to_path(str(path))
     with (
         beginning(folder / "run") as coordinator,
-        running(coordinator, Listen(certificate=files[1], key=files[2])) as url,
+        serve_coordinator(coordinator, Listen(certificate=files[1], key=files[2])) as url,
     ):
         yield url, files[0]
 
@@ -494,7 +497,7 @@ def test_a_run_that_is_not_there_yet_and_one_that_is_over(tmp_path: Path) -> Non
 
     coordinator = open_coordinator(tmp_path / "empty")
     try:
-        with running(coordinator, Listen()) as url:
+        with serve_coordinator(coordinator, Listen()) as url:
             checks = found(tmp_path, url)
     finally:
         coordinator.close()

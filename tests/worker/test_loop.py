@@ -26,7 +26,7 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.watch.server import Listen, running
+from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker import loop as worker_module
 from blocktrain.worker.loop import Machine
@@ -155,7 +155,7 @@ def test_two_replicas_over_http_with_small_chunks(place: Callable[..., WorkerRun
         blocks=1,
         steps=12,
     )
-    with running(here.coordinator, Listen(token="secret")) as url:
+    with serve_coordinator(here.coordinator, Listen(token="secret")) as url:
         identities = [new_identity(), new_identity()]
         workers = [
             here.worker(HttpClient(url, "secret"), identity, cache=identity.worker)

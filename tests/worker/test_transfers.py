@@ -13,7 +13,7 @@ import pytest
 from blocktrain.errors import BlockTrainError, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.transfer import sha256, split
-from blocktrain.watch.server import Listen, WatchedCoordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, serve_coordinator
 from blocktrain.web.client import HttpClient, LocalClient, fetch, retry_later
 from support.fake_worker import FakeWorker, as_task, beginning, whole_ledger
 from support.proxy import Proxy, proxy_to
@@ -24,7 +24,7 @@ def bad_line(folder: Path, **policy: Any) -> Iterator[tuple[WatchedCoordinator, 
     """A coordinator, and a client that reaches it through a proxy."""
     with (
         beginning(folder, **policy) as coordinator,
-        running(coordinator, Listen()) as url,
+        serve_coordinator(coordinator, Listen()) as url,
         proxy_to(url) as (address, proxy),
         closing(HttpClient(address, timeout=60)) as client,
     ):

@@ -326,7 +326,7 @@ class EventLines:
         """Print what is new; True when the run is finished."""
         from blocktrain.terminal import console, warn
 
-        if self._listener.gone:  # it was dropped because too much happened at once
+        if self._listener.closed:  # it was dropped because too much happened at once
             self._listener = self._listen()
         for event in self._listener.take():
             if event.kind != "finish":

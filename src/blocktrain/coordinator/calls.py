@@ -403,7 +403,7 @@ class Coordinator:
         # First without its block: then it has left after a restart, too.
         run.save(state.with_worker(run.state, replace(known, block=None)))
         run.save(state.without_worker(run.state, worker))
-        run.observer.left(run, worker)
+        run.observer.on_leave(run, worker)
         self.tick()
         return m.Wait(seconds=0.0, code="finished", reason="you have left; join again at any time")
 

@@ -63,21 +63,21 @@ NO_TRAFFIC: Traffic = (0, 0)
 
 
 class Observer(Protocol):
-    """Is told what happens in a run; decides nothing. The lock is held, except in `refused`."""
+    """Hooks into a run; decides nothing. The caller holds the lock, except in `on_refusal`."""
 
-    def started(self, run: TrainingRun) -> None:
+    def on_start(self, run: TrainingRun) -> None:
         """This process has taken the run over."""
 
-    def committed(self, run: TrainingRun, kind: str, body: Body) -> None:
+    def on_commit(self, run: TrainingRun, kind: str, body: Body) -> None:
         """A ledger entry was committed. The run's state is the one after it."""
 
-    def left(self, run: TrainingRun, worker: str) -> None:
+    def on_leave(self, run: TrainingRun, worker: str) -> None:
         """A worker has left by itself."""
 
-    def refused(self, error: Refused, worker: str, block: int) -> None: ...
+    def on_refusal(self, error: Refused, worker: str, block: int) -> None: ...
 
     def look(self, run: TrainingRun, now: float) -> None:
-        """Called often, for what passes with time alone."""
+        """Called often, for changes that only time causes."""
 
     def close(self) -> None: ...
 
@@ -244,7 +244,7 @@ class TrainingRun:
             if self._started or not self.ready:
                 return
             self._started = True
-            self.observer.started(self)
+            self.observer.on_start(self)
             self.save(self.state, [note("start", ledger.StartFacts(epoch=self.store.epoch))])
 
     def _read_document(self, document: Body) -> None:
@@ -349,7 +349,7 @@ class TrainingRun:
             self.history.workers.setdefault(worker, UpdateCounts()).refused += 1
             if block in self.history.blocks:
                 self.history.blocks[block].refused += 1
-        self.observer.refused(error, worker, block)
+        self.observer.on_refusal(error, worker, block)
 
     # Changing
 
@@ -466,7 +466,7 @@ class TrainingRun:
             self.history.forget_orders(after.leases)
         for kind, body in bodies:
             # The sentence is for people. The ledger does without.
-            self.observer.committed(
+            self.observer.on_commit(
                 self, kind, {**body, "sentence": sentence} if sentence else body
             )
 

@@ -25,7 +25,7 @@ from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
 from blocktrain.runs.reference import TrainingPlan, train_reference
 from blocktrain.watch.feed import EventLog
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.worker.task import corpus_folder
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
@@ -88,7 +88,7 @@ def _run_jobs(
         run_jobs(jobs, plan.slots, on_message)
         return
     token, config = secrets.token_urlsafe(24), plan.config
-    with running(coordinator, Listen(token=token)) as url:
+    with serve_coordinator(coordinator, Listen(token=token)) as url:
         cache = plan.run.folder / "state"
         options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps)
         for number in range(1, config.blocks + 1):

@@ -80,14 +80,14 @@ def _whole_lines(path: Path) -> int:
         while end > 0:
             begins = max(0, end - _PIECE)
             file.seek(begins)
-            if (found := file.read(end - begins).rfind(b"\n")) >= 0:
-                return begins + found + 1
+            if (newline := file.read(end - begins).rfind(b"\n")) >= 0:
+                return begins + newline + 1
             end = begins
     return 0
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events of a log. Lines that are none are skipped, such as one torn by a crash."""
+    """All events of a log. Lines that cannot be parsed are skipped, such as one torn by a crash."""
     events = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError, RecursionError):
@@ -111,11 +111,11 @@ class Event(NamedTuple):
 
 
 def as_event(line: bytes) -> Event | None:
-    """An event of a log, or None if this is none."""
+    """An event of a log, or None if the line is not an event."""
     line = line.rstrip()
-    if (found := _HEAD.match(line)) and line.endswith(b"}"):
-        return Event(int(found[1]), found[2].decode(), line)
-    try:  # written by another hand
+    if (match := _HEAD.match(line)) and line.endswith(b"}"):
+        return Event(int(match[1]), match[2].decode(), line)
+    try:  # another program wrote it
         value = json.loads(line)
         seq, kind = value["seq"], value["kind"]
         return (
@@ -134,14 +134,14 @@ class History:
         self._path = path
         self._seqs, self._places = array("Q"), array("Q")  # of rare events
         self._frequent: deque[tuple[int, int]] = deque(maxlen=MAX_HISTORY)
-        self._passed = 0  # frequent events that were ever noted
+        self._frequent_count = 0  # frequent events that were ever noted
         self.last = 0  # seq
 
     def note(self, event: Event, place: int) -> None:
-        """One more event of the log."""
+        """Index an event of the log."""
         self.last = event.seq
         if event.kind in FREQUENT:
-            self._passed += 1
+            self._frequent_count += 1
             self._frequent.append((event.seq, place))
         else:
             self._seqs.append(event.seq)
@@ -162,10 +162,10 @@ class History:
         """(positions of the events after `seq` to send, how many are left out)."""
         first = bisect_right(self._seqs, seq)
         rare = list(zip(self._seqs[first:], self._places[first:], strict=True))
-        frequent = [found for found in self._frequent if found[0] > seq]
-        count = len(frequent) if len(frequent) < len(self._frequent) else self._passed
-        kept = frequent[len(frequent) - min(len(frequent), max(0, MAX_HISTORY - len(rare))) :]
-        return [place for _, place in sorted(rare + kept)], count - len(kept)
+        frequent = [entry for entry in self._frequent if entry[0] > seq]
+        count = len(frequent) if len(frequent) < len(self._frequent) else self._frequent_count
+        newest = frequent[len(frequent) - min(len(frequent), max(0, MAX_HISTORY - len(rare))) :]
+        return [place for _, place in sorted(rare + newest)], count - len(newest)
 
     def read(self, places: list[int]) -> Iterator[Event]:
         """The events at these positions; none if the log was removed."""
@@ -179,34 +179,34 @@ class History:
 class Listener:
     """The events that one reader has not taken yet.
 
-    A reader that is too far behind is `gone` and gets no more.
+    A reader that is too far behind is `closed` and gets no more.
     """
 
     def __init__(
         self, wake: Callable[[], None] = lambda: None, kinds: Container[str] | None = None
     ) -> None:
         self._wake, self._kinds = wake, kinds
-        self._waiting: list[Event] = []
+        self._queue: list[Event] = []
         self._mutex = threading.Lock()
-        self.gone = False
+        self.closed = False
 
     def offer(self, event: Event) -> None:
-        """One more; called by the feed."""
-        if self.gone or (self._kinds is not None and event.kind not in self._kinds):
+        """Queue an event; called by the feed."""
+        if self.closed or (self._kinds is not None and event.kind not in self._kinds):
             return
         with self._mutex:
-            if len(self._waiting) >= MAX_BEHIND:
-                self.gone = True
-                self._waiting.clear()
+            if len(self._queue) >= MAX_BEHIND:
+                self.closed = True
+                self._queue.clear()
             else:
-                self._waiting.append(event)
+                self._queue.append(event)
         self._wake()
 
     def take(self) -> list[Event]:
-        """All that are waiting."""
+        """All events in the queue, which is empty afterwards."""
         with self._mutex:
-            taken, self._waiting = self._waiting, []
-        return taken
+            events, self._queue = self._queue, []
+        return events
 
 
 class Feed:
@@ -221,11 +221,11 @@ class Feed:
         self._log: EventLog | None = None
         self._history = History(path or Path())
         self._last = 0
-        self.dropped = 0  # events that are not in the log
+        self.drop_count = 0  # events that are not in the log
         self.problem = ""  # why, for people
-        self.states: dict[str, str] = {}  # by worker: what was told of it last
+        self.states: dict[str, str] = {}  # by worker: its last reported state
         self.scores: dict[str, float] = {}  # the newest
-        self.scored: float | None = None  # when, in seconds since 1970
+        self.scores_time: float | None = None  # when, in seconds since 1970
         self._path = path
         if path is not None:
             self._open(path)
@@ -246,10 +246,10 @@ class Feed:
         if value["kind"] == "worker":
             self.states[value.get("worker", "")] = value.get("state", "")
         elif value["kind"] == "score":
-            self.scores, self.scored = dict(value.get("scores", {})), float(value["time"])
+            self.scores, self.scores_time = dict(value.get("scores", {})), float(value["time"])
 
     def _drop(self, error: OSError) -> None:
-        self.dropped += 1
+        self.drop_count += 1
         self.problem = (
             f"cannot write {self._path}: {error.strerror or error};"
             " the run goes on, but its events are missing in this log"
@@ -257,11 +257,11 @@ class Feed:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was ever told."""
+        """Whether there was no event yet."""
         return self._last == 0
 
     def put(self, kind: str, **fields: Any) -> None:
-        """Something happened."""
+        """Publish an event."""
         with self._mutex:
             self._last += 1
             moment = round(time.time(), 3)
@@ -272,11 +272,11 @@ class Feed:
             self._store(event)
             for listener in self._listeners:
                 listener.offer(event)
-            self._forget_gone()
+            self._remove_closed()
 
     def _store(self, event: Event) -> None:
         if self._log is None:
-            self.dropped += 1
+            self.drop_count += 1
             return
         try:
             self._history.note(event, self._log.append(event.line + b"\n"))
@@ -286,24 +286,24 @@ class Feed:
     def listen(self, listener: Listener, after: int = 0) -> tuple[list[int], int, int]:
         """Add a listener; gives (positions of the events it missed, how many are left out, last).
 
-        A number that was never given comes from another log, so it counts as 0.
+        A number above the last one comes from another log, so it counts as 0.
         """
         with self._mutex:
-            self._forget_gone()
+            self._remove_closed()
             self._listeners.append(listener)
             known = after if after <= self._last else 0
             return *self._history.after(known), self._last
 
-    def _forget_gone(self) -> None:
-        if any(listener.gone for listener in self._listeners):
-            self._listeners = [listener for listener in self._listeners if not listener.gone]
+    def _remove_closed(self) -> None:
+        if any(listener.closed for listener in self._listeners):
+            self._listeners = [listener for listener in self._listeners if not listener.closed]
 
     def read(self, places: list[int]) -> Iterator[Event]:
         """The events at places that `listen` gave."""
         return self._history.read(places)
 
     def close(self) -> None:
-        """Nothing more will happen."""
+        """Close the log."""
         with self._mutex:
             if self._log is not None:
                 self._log.close()

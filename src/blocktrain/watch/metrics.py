@@ -37,14 +37,14 @@ SECONDS = (
     10.0,
 )  # bounds of the latency histogram
 STATES = get_args(WorkerStatus.model_fields["state"].annotation)
-MESSAGES = "messages"  # in place of a block: bytes that belong to none
+MESSAGES = "messages"  # in place of a block: bytes that belong to no block
 
 
 class CoordinatorMetrics:
-    """What one server has answered, and the state of its run at the moment of asking."""
+    """Counts of one server's answers, and the current state of its run."""
 
     def __init__(self, coordinator: WatchedCoordinator, listeners: Callable[[], int]) -> None:
-        disable_created_metrics()  # the time of a counter's first use says nothing here
+        disable_created_metrics()  # the time of a counter's first use is of no interest
         self._registry = CollectorRegistry()
         labels = ("method", "route")
         self._requests = Counted(
@@ -59,7 +59,7 @@ class CoordinatorMetrics:
         )
         self._registry.register(_Run(coordinator, listeners))
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+    def observe(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count an answer."""
         self._requests.labels(method, route, status).inc()
         self._seconds.labels(method, route).observe(seconds)
@@ -74,11 +74,11 @@ class _Run(Collector):
         self._coordinator, self._listeners = coordinator, listeners
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is asked of a run only to be registered."""
+        """Empty, so that registering does not read the run."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The run as it is now; none of it while it is being prepared."""
+        """The run as it is now. Without a run there are only metrics of the process."""
         feed = self._coordinator.feed
         yield GaugeMetricFamily(
             "blocktrain_ready", "Whether there is a run.", float(self._coordinator.ready)
@@ -99,7 +99,7 @@ class _Run(Collector):
         yield CounterMetricFamily(
             "blocktrain_events_dropped",
             "Events that the log on the disk has no room for.",
-            feed.dropped,
+            feed.drop_count,
         )
         try:
             status = self._coordinator.status()
@@ -137,9 +137,9 @@ def _whole(status: Status) -> Iterator[Metric]:
     workers = GaugeMetricFamily(
         "blocktrain_workers", "Everyone who ever joined, by state.", labels=("state",)
     )
-    found = Counter(worker.state for worker in status.workers)
+    counts = Counter(worker.state for worker in status.workers)
     for state in STATES:
-        workers.add_metric((state,), found[state])
+        workers.add_metric((state,), counts[state])
     yield workers
     refusals = CounterMetricFamily(
         "blocktrain_refusals", "Refusals of this process, by code.", labels=("code",)

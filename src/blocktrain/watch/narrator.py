@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from blocktrain.coordinator.run import TrainingRun
 
 FOLD_SECONDS = 1.0  # refusals of one code and worker within this time are one event
-LOOK_SECONDS = 1.0  # how often it is looked who is lost or back
-GONE = ("left", "lost", "kicked")
-TOLD = (
+LOOK_SECONDS = 1.0  # between two checks for lost and returned workers
+ABSENT = ("left", "lost", "kicked")
+EVENT_KINDS = (
     "join",
     "lease",
     "expire",
@@ -41,16 +41,16 @@ class _Fold:
 
 
 class Narrator:
-    """Observes a run for a feed. The caller holds the run's lock, except for `refused`."""
+    """Observes a run for a feed. The caller holds the run's lock, except for `on_refusal`."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self._folds: dict[tuple[str, str], _Fold] = {}
-        self._mutex = threading.Lock()  # of the folds: refusals come from the door
-        self._looked = self._since = 0.0
+        self._mutex = threading.Lock()  # of the folds: refusals come from other threads
+        self._last_look = self._since = 0.0
 
-    def started(self, run: TrainingRun) -> None:
-        """A run, new or taken up again."""
+    def on_start(self, run: TrainingRun) -> None:
+        """A run that is new or resumed."""
         config, again = run.config, {} if self.feed.empty else {"restart": True}
         self._since = run.clock.monotonic()
         self.feed.put(
@@ -68,13 +68,13 @@ class Narrator:
             **again,
         )
 
-    def committed(self, run: TrainingRun, kind: str, body: Body) -> None:
+    def on_commit(self, run: TrainingRun, kind: str, body: Body) -> None:
         """An entry of the ledger; the run's state is the one after it."""
-        if kind in TOLD:
+        if kind in EVENT_KINDS:
             getattr(self, f"_{kind}")(run, body)
 
-    def left(self, run: TrainingRun, worker: str) -> None:
-        """A worker went of its own will."""
+    def on_leave(self, run: TrainingRun, worker: str) -> None:
+        """A worker said that it leaves."""
         self._worker(run, worker, "left")
 
     def _worker(self, run: TrainingRun, worker: str, state: str, reason: str = "") -> None:
@@ -120,15 +120,15 @@ class Narrator:
         )
 
     def _update(self, run: TrainingRun, body: Body) -> None:
-        said = body["submission"]
+        submission = body["submission"]
         same = ("worker", "block", "task", "base", "staleness", "weight", "steps", "tokens")
         self.feed.put(
             "update",
             **{name: body[name] for name in same},
             version=run.state.blocks[body["block"]].version,
             bytes=body["size"],
-            loss_before=said["loss_before"],
-            loss_after=said["loss_after"],
+            loss_before=submission["loss_before"],
+            loss_after=submission["loss_after"],
             seconds=round(body["seconds"] or 0.0, 3),
             sentence=body.get("sentence", ""),
         )
@@ -159,8 +159,8 @@ class Narrator:
             length=body["weights"]["length"],
         )
 
-    def refused(self, error: Refused, worker: str, block: int) -> None:
-        """Count a refusal. It becomes an event later, because a stranger may cause many."""
+    def on_refusal(self, error: Refused, worker: str, block: int) -> None:
+        """Count a refusal. It becomes an event later, because anyone may cause many."""
         with self._mutex:
             fold = self._folds.setdefault(
                 (error.code, worker), _Fold(time.monotonic(), error.sentence, block)
@@ -168,23 +168,22 @@ class Narrator:
             fold.count += 1
 
     def look(self, run: TrainingRun, now: float) -> None:
-        """Report what passes with time: lost workers, workers that are back, refusals."""
+        """Report lost workers, workers that are back, and refusals."""
         self.flush(FOLD_SECONDS)
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_look < LOOK_SECONDS:
             return
-        self._looked = now
+        self._last_look = now
         for name, worker in run.state.workers.items():
-            told = self.feed.states.get(name)
+            state = self.feed.states.get(name)
             alive = is_alive(now, run.state, run.options, name)
-            if (
-                alive and told in ("left", "lost") and worker.seen >= self._since
-            ):  # a restart takes all to have been seen just before
+            # A restart marks all workers as seen just before it.
+            if alive and state in ("left", "lost") and worker.seen >= self._since:
                 self._worker(run, name, "back")
-            elif not alive and not worker.kicked and told not in GONE:
+            elif not alive and not worker.kicked and state not in ABSENT:
                 self._worker(run, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
 
     def flush(self, older: float = 0.0) -> None:
-        """Tell of the refusals that began so many seconds ago."""
+        """Publish the refusals that began so many seconds ago."""
         if not self._folds:
             return
         with self._mutex:
@@ -203,7 +202,7 @@ class Narrator:
             )
 
     def close(self) -> None:
-        """The run is in other hands now."""
+        """Publish the pending refusals and close the log."""
         self.flush()
         self.feed.close()
 

@@ -46,11 +46,10 @@ Names = dict[str, str]  # by block: the sha256 of its weights
 
 
 def main() -> None:
-    """Answer until stdin ends. It is watched while scoring too: the parent may have died."""
+    """Answer until stdin ends. A thread reads it, to notice at once if the parent dies."""
     os.nice(NICE)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the coordinator, which ends this process
+    # Ctrl-C is for the coordinator, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     use_threads()
     requests: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
@@ -95,18 +94,19 @@ def score(
     model = _model(config, blobs, own)
     fused = _model(config, blobs, {**features, fusion: newest[fusion]}) if features else None
     if fused is not None and features == own:
-        model, fused = fused, None  # one walk for both
-    found: dict[str, float] = {}
+        model, fused = fused, None  # one pass for both
+    entropies: dict[str, float] = {}
     if config.predicts_without_noise:
         model.pool_weights = fit_pool_weights(model, corpus.calibration, limit=FIT_BYTES)
     for predict in model.composition.quick_predictors(model, seed=config.seed):
-        found |= sampled(predict, corpus.valid, config.context, limit)
+        entropies |= sample_cross_entropies(predict, corpus.valid, config.context, limit)
     if fused is not None:
         for predict in fused.composition.quick_predictors(fused, seed=config.seed):
-            scores = sampled(predict, corpus.valid, config.context, limit)
-            found[config.compose] = scores[config.compose]
+            scores = sample_cross_entropies(predict, corpus.valid, config.context, limit)
+            entropies[config.compose] = scores[config.compose]
     named = {
-        name.replace("block_", "block-").replace("fuse", "fused"): ce for name, ce in found.items()
+        name.replace("block_", "block-").replace("fuse", "fused"): ce
+        for name, ce in entropies.items()
     }
     return {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}, min(
         limit, len(corpus.valid)
@@ -132,8 +132,10 @@ def _corpus(blobs: BlobReader, train: str, valid: str) -> Corpus:
 
 
 @torch.no_grad()
-def sampled(predict: Predictors, split: Ids, context: int, limit: int) -> dict[str, float]:
-    """`cross_entropies` on rows from all over a split: one stretch is unlike the rest."""
+def sample_cross_entropies(
+    predict: Predictors, split: Ids, context: int, limit: int
+) -> dict[str, float]:
+    """`cross_entropies` on rows spread over a split, because neighbouring rows are alike."""
     count = (len(split) - 1) // context
     if len(split) <= max(limit, context + 1):
         return cross_entropies(predict, split, context, rows=ROWS)

@@ -32,21 +32,20 @@ class Scorer:
         self,
         coordinator: WatchedCoordinator,
         score_bytes: int,
-        told: Callable[[str], None] = lambda _: None,
+        report: Callable[[str], None] = lambda _: None,
         pause: float = PAUSE_SECONDS,
     ) -> None:
-        self._coordinator, self._bytes, self._told, self._pause = (
+        self._coordinator, self._bytes, self._report, self._pause = (
             coordinator,
             score_bytes,
-            told,
+            report,
             pause,
         )
         self._news, self._settled, self._stopped = threading.Event(), threading.Event(), False
         self._listener = Listener(self._news.set, kinds=("version", "finish"))
         self._child: subprocess.Popen[str] | None = None
-        self._mutex = (
-            threading.Lock()
-        )  # of the child: it is started by one thread and ended by another
+        # Guards the child: one thread starts it, another one ends it.
+        self._mutex = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="scores", daemon=True)
 
     @property
@@ -55,7 +54,7 @@ class Scorer:
         return self._child.pid if self._child else None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._coordinator.feed.listen(self._listener)
         self._thread.start()
 
@@ -65,7 +64,7 @@ class Scorer:
 
     def close(self) -> None:
         """End it and its process."""
-        self._listener.gone = True
+        self._listener.closed = True
         with self._mutex:
             self._stopped = True
             if self._child is not None:
@@ -83,8 +82,8 @@ class Scorer:
                 answer = self._ask(request)
                 failures = failures + 1 if "error" in answer else 0
                 if failures >= MAX_FAILURES and not self._stopped:
-                    self._told(
-                        f"scoring is given up: {answer['error']}; the run goes on without scores"
+                    self._report(
+                        f"scoring has stopped: {answer['error']}; the run goes on without scores"
                     )
                     return
                 if failures:
@@ -98,14 +97,14 @@ class Scorer:
             self._settled.set()
 
     def _next(self, due: float, scored: list[str] | None) -> Request | None:
-        """What to score next, when it is time; None: nothing any more."""
+        """Wait for the next request; None if there is nothing more to score."""
         while not self._stopped:
             self._news.clear()
             self._listener.take()
             over = self._coordinator.finished is not None
-            left = due - time.monotonic()
-            if left > 0 and not over:
-                self._news.wait(left)
+            delay = due - time.monotonic()
+            if delay > 0 and not over:
+                self._news.wait(delay)
                 continue
             request = self._request()
             if request["weights"] != scored:
@@ -121,7 +120,7 @@ class Scorer:
         features = run.trained_on(run.config.fusion) if run.config.fusion else ()
         bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {
-            "versions": {str(found.block): found.version for found in newest},
+            "versions": {str(version.block): version.version for version in newest},
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
         }
@@ -134,10 +133,10 @@ class Scorer:
                 "train": run.facts.corpus.train.sha256,
                 "valid": run.facts.corpus.valid.sha256,
                 "bytes": self._bytes,
-                "newest": {str(found.block): found.weights.sha256 for found in newest},
+                "newest": {str(version.block): version.weights.sha256 for version in newest},
                 "features": {str(pin.block): pin.weights.sha256 for pin in features},
             },
-            "weights": [found.weights.sha256 for found in newest],
+            "weights": [version.weights.sha256 for version in newest],
             "event": event,
         }
 

@@ -85,7 +85,7 @@ def _build_app(
 ) -> Starlette:
     metrics = CoordinatorMetrics(coordinator, lambda: streams.count)
     front = CoordinatorFront(
-        coordinator, listen.token, listen.operator_token, on_fatal, metrics.answered
+        coordinator, listen.token, listen.operator_token, on_fatal, metrics.observe
     )
     routes = CoordinatorRoutes(front)
 
@@ -101,7 +101,7 @@ def _build_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with routes.ticking(), streams.sending_status():
+        async with routes.ticking(), streams.broadcast_status():
             yield
 
     watched = [
@@ -115,7 +115,7 @@ def _build_app(
 
 
 @contextmanager
-def running(coordinator: WatchedCoordinator, listen: Listen) -> Iterator[str]:
+def serve_coordinator(coordinator: WatchedCoordinator, listen: Listen) -> Iterator[str]:
     """Serve as long as the block lasts; gives the URL.
 
     If the server fails, its failure is raised, not an error that followed from it.

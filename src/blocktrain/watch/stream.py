@@ -61,14 +61,14 @@ def in_pieces(events: Iterator[Event]) -> Iterator[bytes]:
     yield b"".join(some)
 
 
-def shown(status: Status) -> bytes:
-    """The status as the page gets it: of very many workers those that were seen last."""
+def page_status(status: Status) -> bytes:
+    """The status as the page gets it: with at most 200 workers, those that were seen last."""
     workers = sorted(status.workers, key=lambda worker: worker.seen_seconds)[:SHOWN_WORKERS]
     return status.model_copy(update={"workers": tuple(workers)}).model_dump_json().encode()
 
 
 class _Stream:
-    """One listener's line: wakes up for events, for a new status, and for the end."""
+    """One listener's connection: wakes up for events, for a new status, and for the end."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -82,13 +82,13 @@ class _Stream:
             loop.call_soon_threadsafe(self.flag.set)
 
     async def news(self) -> AsyncIterator[bytes]:
-        """What is to be sent, until it ends or the reader has fallen too far behind."""
+        """Data to send, until the stream ends or the reader is too far behind."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(sse.ALIVE_SECONDS):
                     await self.flag.wait()
             self.flag.clear()
-            if self.ended or self.listener.gone:
+            if self.ended or self.listener.closed:
                 return
             status, self.status = self.status, None
             yield (
@@ -99,12 +99,12 @@ class _Stream:
 
 
 class Streams:
-    """GET /v1/events: everyone who listens to one coordinator over one server."""
+    """GET /v1/events: the listeners of one server."""
 
     def __init__(self, feed: Feed, status: Callable[[], Status]) -> None:
         self._feed, self._status = feed, status
         self._open: set[_Stream] = set()
-        self._came = asyncio.Event()  # somebody new
+        self._came = asyncio.Event()  # a new listener
         self._ended = False
 
     @property
@@ -113,8 +113,8 @@ class Streams:
         return len(self._open)
 
     async def events(self, request: Request, _: Send) -> Response:
-        """GET /v1/events: the history, then what happens."""
-        after, follow = requested(request)
+        """GET /v1/events: the history, then live events."""
+        after, follow = parse_request(request)
         if self._ended or len(self._open) >= MAX_LISTENERS:
             raise Refused(Code.BUSY, f"{len(self._open)} pages are listening")
         if request.method == "HEAD":
@@ -126,7 +126,7 @@ class Streams:
 
     def _leave(self, stream: _Stream) -> None:
         self._open.discard(stream)
-        stream.listener.gone = True
+        stream.listener.closed = True
 
     async def _frames(self, stream: _Stream, after: int, follow: bool) -> AsyncIterator[bytes]:
         places, left_out, last = await run_in_threadpool(self._feed.listen, stream.listener, after)
@@ -138,7 +138,7 @@ class Streams:
                 yield piece
 
     @asynccontextmanager
-    async def sending_status(self) -> AsyncIterator[None]:
+    async def broadcast_status(self) -> AsyncIterator[None]:
         task = asyncio.create_task(self._send_status())
         try:
             yield
@@ -146,13 +146,13 @@ class Streams:
             task.cancel()
 
     async def _send_status(self) -> None:
-        """Every two seconds and to every new listener, made once for all of them."""
+        """Every two seconds and to every new listener, built once for all of them."""
         while True:
             if not self._open:
                 await self._came.wait()
             self._came.clear()
             with suppress(BlockTrainError):  # there is no run yet, or none any more
-                status = await run_in_threadpool(lambda: shown(self._status()))
+                status = await run_in_threadpool(lambda: page_status(self._status()))
                 for stream in self._open:
                     stream.status = status
                     stream.flag.set()
@@ -161,14 +161,14 @@ class Streams:
                     await self._came.wait()
 
     def end(self) -> None:
-        """Hang up on everyone; in the server's own loop."""
+        """Close all streams; call it in the server's loop."""
         self._ended = True
         for stream in self._open:
             stream.ended = True
             stream.flag.set()
 
 
-def requested(request: Request) -> tuple[int, bool]:
+def parse_request(request: Request) -> tuple[int, bool]:
     """After which event, and whether to go on after the history."""
     after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
     if not (after.isascii() and after.isdecimal() and len(after) <= 15):
@@ -195,13 +195,13 @@ def replay_app(log: Path) -> Starlette:
     """The page and a log, without a run."""
 
     async def events(request: Request) -> Response:
-        after, _ = requested(request)
+        after, _ = parse_request(request)
         return EventStream(iterate_in_threadpool(_whole(log, after)))
 
     async def is_a_replay(_: Request) -> Response:
         return JSONResponse({"replay": True})
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def answer_refusal(_: Request, error: Exception) -> Response:
         if not isinstance(error, Refused):
             raise error
         return Response(write(refusal(error)), error.rule.status, media_type="application/json")
@@ -212,7 +212,7 @@ def replay_app(log: Path) -> Starlette:
         Route("/v1/events", events),
         Route("/v1/replay", is_a_replay),
     ]
-    return Starlette(routes=routes, exception_handlers={Refused: refused})
+    return Starlette(routes=routes, exception_handlers={Refused: answer_refusal})
 
 
 def _whole(log: Path, after: int) -> Iterator[bytes]:

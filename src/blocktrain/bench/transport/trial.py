@@ -32,7 +32,7 @@ from blocktrain.processes import Channel, Job, run_jobs
 from blocktrain.runs.folder import load_model, read_json, write_json
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import pull
-from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, running
+from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.state import own_identity
@@ -129,7 +129,12 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, report: Report) -> Res
             sheets[name] = message
 
     began = time.monotonic()
-    with running(coordinator, Listen()) as url, _network(trial, url) as network, brake, curve:
+    with (
+        serve_coordinator(coordinator, Listen()) as url,
+        _network(trial, url) as network,
+        brake,
+        curve,
+    ):
         jobs = [_worker_job(trial, n, url, network) for n in range(len(trial.places))]
         run_jobs([Job(job.name, work, (job,)) for job in jobs], len(jobs), on_message)
         seconds = time.monotonic() - began
