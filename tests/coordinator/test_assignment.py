@@ -1,4 +1,4 @@
-"""Who gets which block and how many steps, as tables: state in, assignment and reason out. No clock, no sleep."""
+"""Who gets which block and how many steps: state in, assignment and reason out. No clock."""
 
 from __future__ import annotations
 
@@ -215,7 +215,8 @@ def test_no_work_that_cannot_be_finished() -> None:
 
 
 TOGETHER_TABLE = [
-    # name, options, seconds until the other is done, whether this worker has answered -> steps, or None to wait
+    # name, options, seconds until the other is done, whether this worker has answered
+    # -> steps, or None to wait
     ("fits in", DEFAULT, 10.0, True, 20),
     ("fits in for a newcomer", DEFAULT, 10.0, False, 20),
     ("too little left", DEFAULT, 0.9, True, None),

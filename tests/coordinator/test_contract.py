@@ -1,4 +1,4 @@
-"""The calls of the protocol, one body for every way to make them: in this process, and over HTTP."""
+"""The calls of the protocol: one body of tests for calls in this process and over HTTP."""
 
 from __future__ import annotations
 

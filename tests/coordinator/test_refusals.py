@@ -1,4 +1,4 @@
-"""Everything that a coordinator refuses over HTTP: a stable code, a sentence, and nothing changed."""
+"""What a coordinator refuses over HTTP: a stable code, a sentence, and nothing changed."""
 
 from __future__ import annotations
 
@@ -575,7 +575,10 @@ def test_names_that_are_paths(place: Place, path: str) -> None:
     def call() -> httpx2.Response:
         return raw(
             place,
-            f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode(),
+            (
+                f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+                "Connection: close\r\n\r\n"
+            ).encode(),
         )
 
     refuse(place, Code.NOT_FOUND, call)
@@ -597,7 +600,10 @@ def test_names_that_are_paths(place: Place, path: str) -> None:
     ],
 )
 def test_uploads_are_named_by_numbers(place: Place, name: str) -> None:
-    head = f"PUT /v1/uploads/{name.replace(' ', '%20')} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 1\r\n"
+    head = (
+        f"PUT /v1/uploads/{name.replace(' ', '%20')} HTTP/1.1\r\nHost: x\r\n"
+        f"Authorization: Bearer {TOKEN}\r\nContent-Length: 1\r\n"
+    )
     refuse(
         place, Code.MALFORMED, lambda: raw(place, (head + "Connection: close\r\n\r\nx").encode())
     )
@@ -682,7 +688,10 @@ def test_a_body_that_comes_in_drops_is_given_up(
     monkeypatch.setattr(web, "MIN_RATE", 1 << 20)
     authorization = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     post = f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Length: 60000\r\n\r\n"
-    put = f"PUT /v1/uploads/{task.task}/0 HTTP/1.1\r\n{authorization}{m.TICKET_HEADER}: {task.ticket}\r\nContent-Length: 1024\r\n\r\n"
+    put = (
+        f"PUT /v1/uploads/{task.task}/0 HTTP/1.1\r\n{authorization}"
+        f"{m.TICKET_HEADER}: {task.ticket}\r\nContent-Length: 1024\r\n\r\n"
+    )
     for head in (post, put):
         began = time.monotonic()
         found = refuse(
@@ -729,7 +738,7 @@ def test_refusals_are_counted(place: Place) -> None:
 
 
 def test_chunks_that_come_twice_at_once_harm_nobody(tmp_path: Path) -> None:
-    """A worker that sends a chunk again while the first is still on its way, submits meanwhile, or means harm."""
+    """A worker sends a chunk again while the first is on its way, submits meanwhile, or attacks."""
     blobs = FolderBlobs(tmp_path)
     stop, errors = threading.Event(), list[BaseException]()
 

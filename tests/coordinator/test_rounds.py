@@ -1,4 +1,4 @@
-"""Every decision of the coordinator as a table: state in, action and reason out. No clock, no sleep."""
+"""Every decision of the coordinator as a table: state in, action and reason out. No clock."""
 
 from __future__ import annotations
 
@@ -532,7 +532,10 @@ def test_stored_time_is_remaining_time() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
-    """Workers of unequal speed join, die and come back; time is a number. Every block reaches its budget, no task counts twice."""
+    """Workers of unequal speed join, die and come back; time is a number.
+
+    Every block reaches its budget, and no task counts twice.
+    """
     draw = random.Random(seed)
     options = Options(
         budget_rounds=6, task_seconds=10.0, alive=15.0, min_replicas=draw.choice([1, 2])

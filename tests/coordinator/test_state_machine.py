@@ -1,4 +1,7 @@
-"""A real coordinator under any order of events: joining, leasing, sending once and again, lateness, crashes. Nothing is lost or doubled."""
+"""A real coordinator under any order of events. Nothing is lost or counted twice.
+
+Workers join, lease, send once and again, and come late; the coordinator crashes.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=WORKERS)
     def sleep_past_the_lease(self, who: int) -> None:
-        """Another may get the task in the meantime; then the sleeper's update is refused without harm."""
+        """Another may get the task meanwhile; then the sleeper's update is refused without harm."""
         self.time_passes(400.0)
         for other in {0, 1, 2} - {who}:
             self.ask(other)

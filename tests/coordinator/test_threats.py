@@ -1,4 +1,7 @@
-"""Threats that the coordinator itself wards off: dying uploads, slow strangers, names that are paths, clocks that jump."""
+"""Threats that the coordinator wards off itself.
+
+Uploads that die, slow strangers, names that are paths, clocks that jump.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,10 @@ def address_of(url: str) -> Address:
 
 
 class Crowd:
-    """Sockets that send a byte now and then and never read, all in one thread. Counts those that the server has closed."""
+    """Sockets that send a byte now and then and never read, all in one thread.
+
+    Counts those that the server has closed.
+    """
 
     def __init__(self, target: Address) -> None:
         self.target = target
@@ -180,11 +186,17 @@ class Crowd:
 
 
 SLOW_HEAD = b"GET /v1/run HTTP/1.1\r\nHost: x\r\n"
-SLOW_BODY = f"POST /v1/join HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 60000\r\n\r\n".encode()
+SLOW_BODY = (
+    f"POST /v1/join HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    "Content-Length: 60000\r\n\r\n"
+).encode()
 
 
 def three_hundred(target: Address) -> Crowd:
-    """Half of them never end their headers; the others never end their body: 75 from each of two addresses."""
+    """Half of them never end their headers, the others never their body.
+
+    There are 75 from each of two addresses.
+    """
     crowd = Crowd(target)
     crowd.add(150, "127.0.0.2", SLOW_HEAD, b"X-Slow: " + b"x" * 60000)
     for source in ("127.0.0.3", "127.0.0.4"):
@@ -237,7 +249,10 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
 def test_bytes_after_an_answer_keep_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rest of a body that nobody wanted, and empty lines before a request that never comes. Neither needs a token."""
+    """The rest of an unwanted body, and empty lines before a request that never comes.
+
+    Neither needs a token.
+    """
     with listening(tmp_path, monkeypatch) as (_, _, url):
         monkeypatch.setattr(web, "KEEP_ALIVE_SECONDS", 0.5)
         crowd = Crowd(address_of(url))
@@ -285,7 +300,9 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(
             bytes(1 << 24)
         )  # more than the buffers of a line hold
         coordinator.run.history.public[large] = 0
-        request = f"GET /v1/blobs/{large} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+        request = (
+            f"GET /v1/blobs/{large} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+        ).encode()
 
         def reader() -> socket.socket:
             line = stack.enter_context(
@@ -327,10 +344,18 @@ WATCHED = """
 import json, os, socket, sys, threading
 from pathlib import Path
 
-FOLDER, ALLOWED = sys.argv[1], tuple(os.path.realpath(p) + os.sep for p in (sys.argv[1], sys.prefix, sys.base_prefix, *sys.path) if p)
+FOLDER = sys.argv[1]
+READABLE = (FOLDER, sys.prefix, sys.base_prefix, *sys.path)
+ALLOWED = tuple(os.path.realpath(p) + os.sep for p in READABLE if p)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-CHANGING = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "sqlite3.connect")
-NEVER = ("socket.connect", "socket.sendto", "socket.sendmsg", "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn")
+CHANGING = (
+    "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate",
+    "os.link", "os.symlink", "os.chmod", "sqlite3.connect",
+)
+NEVER = (
+    "socket.connect", "socket.sendto", "socket.sendmsg", "subprocess.Popen",
+    "os.system", "os.exec", "os.fork", "os.posix_spawn",
+)
 found, inside = [], 0
 
 def place(path):
@@ -378,7 +403,10 @@ print(json.dumps({"found": found, "inside": inside}), flush=True)
 
 @contextmanager
 def watched(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """A coordinator in a process whose every file and connection is looked at: its address, and how to end it and hear what it did."""
+    """A coordinator in a process whose every file and connection is watched.
+
+    Gives its address, and a function that ends it and tells what it did.
+    """
     with (folder.parent / "errors").open("w+") as errors:
         command = [sys.executable, "-c", WATCHED, str(folder), TOKEN]
         process = subprocess.Popen(
@@ -444,7 +472,10 @@ NAMES = [
 
 
 def hostile(address: Address) -> int:
-    """Every name in every place where a name can be; how many answers came, none of which gave anything away."""
+    """Every name in every place where a name can be. Gives the number of answers.
+
+    None of them gives anything away.
+    """
     answers = 0
     for name in NAMES:
         targets = [
@@ -477,7 +508,10 @@ def hostile(address: Address) -> int:
 
 
 def _refused(address: Address, request: str, headers: str) -> bool:
-    head = f"{request} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{headers}Content-Length: 1\r\nConnection: close\r\n\r\nx"
+    head = (
+        f"{request} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n{headers}"
+        "Content-Length: 1\r\nConnection: close\r\n\r\nx"
+    )
     with closing(socket.create_connection(address, timeout=PATIENCE)) as line:
         line.sendall(head.encode())
         answer = rest(line)
@@ -611,7 +645,10 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, jump: floa
 def test_deadlines_survive_a_restart_as_remaining_time(
     tmp_path: Path, ending: Callable[[WatchedCoordinator], None]
 ) -> None:
-    """Of a machine too: its clock begins at 0 again. A coordinator that often restarts must not give a round its whole time anew."""
+    """Of a machine too: its clock begins at 0 again.
+
+    A coordinator that often restarts must not give a round its whole time anew.
+    """
     clock = SimulatedClock(1e6)
     with ExitStack() as stack:
         coordinator = stack.enter_context(beginning(tmp_path, clock=clock, replicas=3))

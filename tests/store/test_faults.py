@@ -1,4 +1,7 @@
-"""The store under fire: killed, out of space, with a disk that fails. What it acknowledged is there; what failed it never acknowledged."""
+"""The store under fire: killed, out of space, with a disk that fails.
+
+What it acknowledged is there; what failed it never acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -202,8 +205,14 @@ SHIM = """
 #include <stdlib.h>
 #include <unistd.h>
 static int broken(void) { const char *f = getenv("FAIL_FILE"); return f && access(f, F_OK) == 0; }
-int fsync(int fd) { if (broken()) { errno = EIO; return -1; } return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd); }
-int fdatasync(int fd) { if (broken()) { errno = EIO; return -1; } return ((int (*)(int)) dlsym(RTLD_NEXT, "fdatasync"))(fd); }
+int fsync(int fd) {
+  if (broken()) { errno = EIO; return -1; }
+  return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+int fdatasync(int fd) {
+  if (broken()) { errno = EIO; return -1; }
+  return ((int (*)(int)) dlsym(RTLD_NEXT, "fdatasync"))(fd);
+}
 """
 
 

@@ -312,7 +312,7 @@ class MemoryStore:
     def _check(
         self, changes: Changes, entries: Sequence[LedgerEntry], finished: int | None = None
     ) -> None:
-        """A Conflict, if any of this is not possible now. `finished`: the task that ends with it."""
+        """A Conflict, if any of this is not possible now. `finished`: the task that it ends."""
         disk, head = self._tables(), self.head()
         for entry in entries:
             require_link(head, entry)
