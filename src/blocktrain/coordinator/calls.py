@@ -17,7 +17,6 @@ from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign, corpus_stream
 from blocktrain.coordinator.closing import RoundCloser
 from blocktrain.coordinator.policy import Policy
-from blocktrain.coordinator.recovery import worker_state
 from blocktrain.coordinator.run import Observer, TrainingRun, note
 from blocktrain.coordinator.updates import UpdateIntake, payload_limit
 from blocktrain.protocol import ledger as facts
@@ -38,8 +37,8 @@ class Coordinator:
     def __init__(self, store: Store, identity: Identity, clock: Clock, observer: Observer) -> None:
         self._clock, self._identity = clock, identity
         self.run = TrainingRun(store, identity, clock, observer)
-        self.intake = UpdateIntake(self.run)
         self._closer = RoundCloser(self.run)
+        self.intake = UpdateIntake(self.run, self._closer)
 
     @property
     def ready(self) -> bool:
@@ -312,7 +311,7 @@ class Coordinator:
             now = self._clock.monotonic()
             worker = run.state.workers.get(message.worker)
             if worker is None:  # it has left
-                worker = worker_state(run.known[message.worker], now)
+                worker = state.worker_state(run.known[message.worker], now)
             if worker.kicked:
                 return
             kicked = state.with_worker(run.state, replace(worker, kicked=True))
@@ -371,7 +370,7 @@ class Coordinator:
         """What a worker does next. A task is in the ledger before it is handed out."""
         run = self.run
         if run.options.exclusive:
-            run.wait_released()  # the next version of a block starts from the one being made now
+            self._closer.wait_released()  # the next version of a block starts from the one being made now
         decision = assign(now, run.state, run.options, worker)
         if isinstance(decision, state.Stop):
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)

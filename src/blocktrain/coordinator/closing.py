@@ -1,4 +1,6 @@
-"""Closing a round: its updates become the next version of the block, without the run's lock.
+"""What is due: leases expire, rounds are extended and closed.
+
+A closed round makes its updates the next version of the block, without the run's lock.
 
 numpy only. A payload was checked when it arrived, without decoding it: many small payloads may wait
 that decode to much, so nothing decoded is kept. It is opened once, here.
@@ -11,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from blocktrain.clock import Clock
 from blocktrain.coordinator import state
@@ -22,11 +25,11 @@ from blocktrain.coordinator.merge import (
     Update,
     merge,
 )
-from blocktrain.coordinator.rounds import advance_block, decide_round, round_length
-from blocktrain.coordinator.run import TrainingRun, short
+from blocktrain.coordinator.rounds import advance_block, decide, decide_round, round_length
+from blocktrain.coordinator.run import Note, TrainingRun, note, short
 from blocktrain.errors import BlockTrainError, StorageFailed
 from blocktrain.protocol.compression import open_update
-from blocktrain.protocol.ledger import Part
+from blocktrain.protocol.ledger import ExpireFacts, FinishFacts, Part, RoundFacts
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import Schema, Tensors, pack, schema_of, unpack
@@ -43,6 +46,8 @@ class RoundCloser:
         # One thread for all merges: memory for the updates of one round, and only once.
         self._merger = ThreadPoolExecutor(1, "merger")
         self._worker: ClosingThread | None = None
+        self._claimed: set[int] = set()  # blocks whose round is being closed
+        self._released = threading.Condition(run.lock)
 
     def start_thread(self) -> None:
         """From now on no caller waits for a merge."""
@@ -52,6 +57,9 @@ class RoundCloser:
         """After the round that is being closed. The caller does not hold the run's lock."""
         if self._worker is not None:
             self._worker.stop()
+        with self._run.lock:
+            self._run.stop()
+            self.wait_released()
 
     def close(self) -> None:
         self._merger.shutdown(wait=False)
@@ -66,7 +74,13 @@ class RoundCloser:
     def settle(self, block: int) -> None:
         """Where callers close rounds themselves: wait until nobody closes one of this block."""
         if self._worker is None:
-            self._run.wait_released(block)
+            self.wait_released(block)
+
+    def wait_released(self, block: int | None = None) -> None:
+        """Until the block, or every block, is free. Gives up the run's lock while it waits."""
+        self._released.wait_for(
+            lambda: block not in self._claimed if block is not None else not self._claimed
+        )
 
     def is_closing(self, block: int) -> bool:
         """Whether the next version of a block is being made, or about to be, in the thread.
@@ -77,7 +91,7 @@ class RoundCloser:
         if self._worker is None:
             return False
         action, _ = decide_round(run.clock.monotonic(), run.state, run.options, block)
-        return run.is_claimed(block) or isinstance(action, state.CloseRound)
+        return block in self._claimed or isinstance(action, state.CloseRound)
 
     def _close_due(self) -> None:
         """One round after another. Only the block that is being merged has to wait.
@@ -85,11 +99,11 @@ class RoundCloser:
         Any error is fatal. A coordinator that cannot close rounds must not go on answering.
         """
         try:
-            while due := self._run.claim_due_round():
+            while due := self._claim_due():
                 try:
                     self._close(due)
                 finally:
-                    self._run.release(due.block)
+                    self._release(due.block)
         except Exception as error:  # also MemoryError, and what is a bug
             if isinstance(error, BlockTrainError) and not isinstance(error, Refused):
                 raise
@@ -98,6 +112,66 @@ class RoundCloser:
                 f"a round could not be closed ({type(error).__name__}: {error}); "
                 "every update that was acknowledged is stored: start the coordinator again"
             ) from error
+
+    def _claim_due(self) -> state.CloseRound | None:
+        """Do everything that is due, except closing rounds. Gives the first round to close.
+
+        Its block is claimed: nobody else changes it until it is released.
+        """
+        run = self._run
+        with run.lock:
+            if not run.ready:
+                return None
+            now = run.clock.monotonic()
+            actions, run.reason = decide(now, run.state, run.options)
+            free = [a for a in actions if getattr(a, "block", None) not in self._claimed]
+            for action in free:
+                if not isinstance(action, state.CloseRound):
+                    self._act(now, action)
+            due = next((a for a in free if isinstance(a, state.CloseRound)), None)
+            if due is not None:
+                self._claimed.add(due.block)
+                return due
+            run.pass_time(now)
+            return None
+
+    def _release(self, block: int) -> None:
+        with self._run.lock:
+            self._claimed.discard(block)
+            self._released.notify_all()
+
+    def _act(self, now: float, action: state.Action) -> None:
+        run = self._run
+        after = state.apply(run.state, action)
+        notes = []
+        if isinstance(action, state.Expire):
+            lease = run.state.leases[action.task]
+            expired = ExpireFacts(
+                worker=lease.worker, task=lease.task, fence=lease.fence, reason=short(action.reason)
+            )
+            notes.append(note("expire", expired))
+        elif isinstance(action, state.Extend):
+            seconds = action.deadline - now
+            notes.append(self._round_note(action.block, "extended", seconds, action.reason))
+        elif isinstance(action, state.CloseEmpty):
+            notes.append(self._round_note(action.block, "empty", action.length, action.reason))
+        elif isinstance(action, state.Finish) and not run.state.stopping:
+            notes.append(note("finish", FinishFacts(reason=short(action.reason))))
+        if after != run.state or notes:
+            run.save(after, notes)
+
+    def _round_note(
+        self, block: int, event: Literal["extended", "empty"], seconds: float, reason: str
+    ) -> Note:
+        """A round that made no version."""
+        content = RoundFacts(
+            block=block,
+            version=self._run.state.blocks[block].version,
+            event=event,
+            seconds=max(0.0, seconds),
+            reason=short(reason),
+        )
+        return note("round", content)
 
     def _close(self, action: state.CloseRound) -> None:
         run = self._run
@@ -117,7 +191,7 @@ class RoundCloser:
         run, index, dropped = self._run, action.block, outcome.dropped
         after = state.drop_updates(run.state, index, frozenset(dropped))
         seconds = round_length(run.state.blocks[index], run.options)
-        kind, body = run.round_note(index, "empty", seconds, outcome.merged.reason)
+        kind, body = self._round_note(index, "empty", seconds, outcome.merged.reason)
         run.save(after, [(kind, {**body, "dropped": dropped})], dropped)
 
     def _publish(self, action: state.CloseRound, outcome: RoundOutcome, weights: Blob) -> None:

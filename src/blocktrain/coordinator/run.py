@@ -13,7 +13,7 @@ import json
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,17 +22,8 @@ from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.merge import MergeOptions
 from blocktrain.coordinator.policy import Policy, make_policy
-from blocktrain.coordinator.recovery import (
-    Body,
-    RunHistory,
-    UpdateCounts,
-    abandoned_uploads,
-    changes_between,
-    lease_times,
-    recover_state,
-    round_record,
-)
-from blocktrain.coordinator.rounds import decide, end_reason
+from blocktrain.coordinator.recovery import recover_state
+from blocktrain.coordinator.rounds import end_reason
 from blocktrain.errors import RunError, StorageFailed
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
@@ -57,6 +48,7 @@ NONCE_SECONDS = state.DAY
 by its task and payload, for ever."""
 PRUNE_SECONDS = 600.0  # how often old nonces are removed
 
+Body = dict[str, Any]  # of a ledger entry
 Note = tuple[str, Body]  # kind and body of a ledger entry that is not linked yet
 Traffic = tuple[int, int]  # bytes in and out
 NO_TRAFFIC: Traffic = (0, 0)
@@ -80,6 +72,95 @@ class Observer(Protocol):
         """Called often, for changes that only time causes."""
 
     def close(self) -> None: ...
+
+
+@dataclass
+class UpdateCounts:
+    """Of a block or of a worker."""
+
+    accepted: int = 0
+    refused: int = 0
+    late: int = 0  # started from an older version
+    late_by_one: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class RunHistory:
+    """What the run keeps at hand of its ledger. A restart reads the ledger and knows the same."""
+
+    orders: dict[int, m.Order] = field(default_factory=dict)  # by task that may still be answered
+    waiting: dict[str, tuple[m.Submission, m.Order]] = field(default_factory=dict)  # by update
+    public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
+    features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
+    """By block: the versions that its newest version was trained on."""
+    devices: dict[str, str] = field(default_factory=dict)  # by worker
+    blocks: dict[int, UpdateCounts] = field(default_factory=dict)
+    workers: dict[str, UpdateCounts] = field(default_factory=dict)
+    versions: int = 0  # made by merging
+    finished: bool = False
+    head: ledger.LedgerEntry | None = None
+
+    def follow(self, entry: ledger.LedgerEntry) -> Body:
+        """Take one more entry into account; its body."""
+        self.head = entry
+        body: Body = json.loads(entry.body)
+        if (take := getattr(self, f"_{entry.kind}", None)) is not None:
+            take(body)
+        return body
+
+    def _run(self, body: Body) -> None:
+        for part in ("train", "valid"):
+            self.public[body["corpus"][part]["sha256"]] = 0
+
+    def _join(self, body: Body) -> None:
+        self.devices[body["worker"]] = body["device"]
+
+    def _lease(self, body: Body) -> None:
+        order = m.Order.model_validate_json(json.dumps(body["order"]))
+        self.orders[order.task] = order
+
+    def _update(self, body: Body) -> None:
+        submission = m.Submission.model_validate_json(json.dumps(body["submission"]))
+        order = self.orders.pop(submission.task, None)
+        if order is None:
+            order = m.Order.model_validate_json(json.dumps(body["order"]))
+        self.waiting[submission.update] = (submission, order)
+        for counts in (
+            self.blocks.setdefault(submission.block, UpdateCounts()),
+            self.workers.setdefault(submission.worker, UpdateCounts()),
+        ):
+            counts.accepted += 1
+            counts.late += body["staleness"] > 0
+            counts.late_by_one += body["staleness"] == 1
+            counts.tokens += submission.tokens
+
+    def _version(self, body: Body) -> None:
+        block = body["block"]
+        self.versions += body["version"] > 0
+        self.public[body["weights"]["sha256"]] = block
+        if body["momentum"] is not None:
+            self.public[body["momentum"]["sha256"]] = block
+        self.features[block] = tuple(
+            m.BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"]
+        )
+        self._settle(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
+
+    def _round(self, body: Body) -> None:
+        self._settle(body["block"], body.get("dropped", ()))
+
+    def _finish(self, _: Body) -> None:
+        self.finished = True
+
+    def _settle(self, block: int, updates: Iterable[str]) -> None:
+        """Payloads can be read once their round is closed, when nobody can copy them any more."""
+        for name in updates:
+            submission, _ = self.waiting.pop(name)
+            self.public[submission.payload_sha256] = block
+
+    def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
+        for task in [t for t in self.orders if t not in open_tasks]:
+            del self.orders[task]
 
 
 class TrafficCounter:
@@ -152,12 +233,10 @@ class TrainingRun:
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: its last one
         self.refusals: Counter[str] = Counter()  # by code, of this process alone
         self.reason = ""  # what the last decisions were, or what is waited for
-        self.ready = self._started = False
+        self.ready = self._opened = self._started = False
         self.began = self._flushed = clock.monotonic()
         self._pruned = -PRUNE_SECONDS
         self._newest: dict[int, VersionRecord] = {}  # by block
-        self._claimed: set[int] = set()  # blocks whose round is being closed
-        self._released = threading.Condition(self.lock)
         if (document := store.run()) is not None:
             self._open(document)
 
@@ -230,7 +309,7 @@ class TrainingRun:
         leases = self.state.leases.values()
         self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in leases})
         self.traffic.begin(self.store.byte_counts())
-        self.ready = True
+        self.ready = self._opened = True
 
     def start(self) -> None:
         """Take the run over, once: with the first call, or the first tick.
@@ -264,13 +343,17 @@ class TrainingRun:
         self.options = self.policy.options(self.config)
         self.merge_options = self.policy.merge_options()
 
+    def stop(self) -> None:
+        """Answer nobody any more. `close` follows, when no round is being closed."""
+        self.ready = False
+
     def close(self) -> None:
         """Commit byte counters and the time that has passed, and close the store."""
         with self.lock:
             try:
-                ready, self.ready = self.ready, False
-                self.wait_released()
-                if ready:
+                opened, self._opened = self._opened, False
+                self.stop()
+                if opened:
                     self._flush(self.clock.monotonic())
             except StorageFailed:
                 pass  # it was reported when it happened, and the next start recovers
@@ -445,7 +528,7 @@ class TrainingRun:
         return entries
 
     def _changes(self, after: state.RunState) -> Changes:
-        changes = changes_between(self.clock.monotonic(), self.state, after, self.known)
+        changes = state.changes_between(self.clock.monotonic(), self.state, after, self.known)
         return replace(changes, counts=self.traffic.take())
 
     def _advance(
@@ -456,7 +539,7 @@ class TrainingRun:
         sentence: str = "",
     ) -> None:
         """What was just committed is known from now on."""
-        for task, fence in abandoned_uploads(self.state, after):
+        for task, fence in state.abandoned_uploads(self.state, after):
             self.store.blobs.drop_chunks(task, fence)
         self.state = after
         self.traffic.settle()
@@ -470,75 +553,11 @@ class TrainingRun:
                 self, kind, {**body, "sentence": sentence} if sentence else body
             )
 
-    # What is due
-
-    def claim_due_round(self) -> state.CloseRound | None:
-        """Do everything that is due, except closing rounds. Gives the first round to close.
-
-        Its block is claimed: nobody else changes it until `release`.
-        """
-        with self.lock:
-            if not self.ready:
-                return None
-            now = self.clock.monotonic()
-            actions, self.reason = decide(now, self.state, self.options)
-            free = [a for a in actions if getattr(a, "block", None) not in self._claimed]
-            for action in free:
-                if isinstance(action, state.CloseRound):
-                    continue
-                self._act(now, action)
-            due = next((a for a in free if isinstance(a, state.CloseRound)), None)
-            if due is not None:
-                self._claimed.add(due.block)
-                return due
-            self.observer.look(self, now)
-            if now - self._flushed > FLUSH_SECONDS:
-                self._flush(now)
-            return None
-
-    def release(self, block: int) -> None:
-        with self.lock:
-            self._claimed.discard(block)
-            self._released.notify_all()
-
-    def is_claimed(self, block: int) -> bool:
-        return block in self._claimed
-
-    def wait_released(self, block: int | None = None) -> None:
-        """Until the block, or every block, is free. Gives up the lock while it waits."""
-        self._released.wait_for(
-            lambda: block not in self._claimed if block is not None else not self._claimed
-        )
-
-    def _act(self, now: float, action: state.Action) -> None:
-        after = state.apply(self.state, action)
-        notes = []
-        if isinstance(action, state.Expire):
-            lease = self.state.leases[action.task]
-            expired = ledger.ExpireFacts(
-                worker=lease.worker, task=lease.task, fence=lease.fence, reason=short(action.reason)
-            )
-            notes.append(note("expire", expired))
-        elif isinstance(action, state.Extend):
-            seconds = action.deadline - now
-            notes.append(self.round_note(action.block, "extended", seconds, action.reason))
-        elif isinstance(action, state.CloseEmpty):
-            notes.append(self.round_note(action.block, "empty", action.length, action.reason))
-        elif isinstance(action, state.Finish) and not self.state.stopping:
-            notes.append(note("finish", ledger.FinishFacts(reason=short(action.reason))))
-        if after != self.state or notes:
-            self.save(after, notes)
-
-    def round_note(self, block: int, event: Any, seconds: float, reason: str) -> Note:
-        """A round that made no version."""
-        content = ledger.RoundFacts(
-            block=block,
-            version=self.state.blocks[block].version,
-            event=event,
-            seconds=max(0.0, seconds),
-            reason=short(reason),
-        )
-        return note("round", content)
+    def pass_time(self, now: float) -> None:
+        """What is due by time alone. Called often."""
+        self.observer.look(self, now)
+        if now - self._flushed > FLUSH_SECONDS:
+            self._flush(now)
 
     def _flush(self, now: float) -> None:
         """Commit what changes without an event: byte counters, and the time left of what is out.
@@ -548,11 +567,13 @@ class TrainingRun:
         self._flushed = now
         out = [lease for lease in self.state.leases.values() if not lease.expired]
         rounds = [
-            round_record(now, index, block)
+            state.round_record(now, index, block)
             for index, block in self.state.blocks.items()
             if block.round.deadline is not None
         ]
-        changes = replace(self._changes(self.state), times=lease_times(now, out), rounds=rounds)
+        changes = replace(
+            self._changes(self.state), times=state.lease_times(now, out), rounds=rounds
+        )
         if changes:
             self.store.save(changes)
             self._advance(self.state, changes)

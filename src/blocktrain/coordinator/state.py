@@ -1,4 +1,4 @@
-"""What the coordinator knows, as frozen values, and how each decision changes it.
+"""What the coordinator knows, as frozen values, how each decision changes it, and what is stored.
 
 Time is always a parameter. Moments are seconds of a monotonic clock, which restarts with the
 machine, so that only `remaining` time may be stored; `until` turns it back into a moment.
@@ -6,12 +6,23 @@ machine, so that only `remaining` time may be stored; `until` turns it back into
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, TypeVar
+
+from blocktrain.store.contract import (
+    Changes,
+    LeaseRecord,
+    LeaseTimes,
+    RoundRecord,
+    UpdateRecord,
+    WorkerRecord,
+)
 
 KEPT_TIMES = 9  # task times of a block that its median is taken from
 DAY = 86400.0
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def remaining(now: float, moment: float | None) -> float | None:
@@ -375,3 +386,125 @@ def apply(state: RunState, action: Action) -> RunState:
             length=action.length, attempt=block.round.attempt + 1, updates=block.round.updates
         )
     return with_block(state, action.block, replace(block, round=current))
+
+
+def changes_between(
+    now: float, before: RunState, after: RunState, known: Mapping[str, WorkerRecord]
+) -> Changes:
+    """The records that differ. Progress and last signs of life are not stored.
+
+    Workers report them again after a restart.
+    """
+    leases = [
+        lease_record(now, new)
+        for _, old, new in _touched(before.leases, after.leases)
+        if old is None or _stored_lease(old) != _stored_lease(new)
+    ]
+    lost = [t for t in _ended(before, after) if not _answered(before, after, t)]
+    rounds = [
+        round_record(now, index, new)
+        for index, old, new in _touched(before.blocks, after.blocks)
+        if old is not None
+        and new.version == old.version
+        and replace(new.round, updates=()) != replace(old.round, updates=())
+    ]
+    workers = [
+        worker_record(known[name], new)
+        for name, old, new in _touched(before.workers, after.workers)
+        if old is None or replace(old, seen=0.0) != replace(new, seen=0.0)
+    ]
+    return Changes(leases=leases, lost=sorted(lost), rounds=rounds, workers=workers)
+
+
+def abandoned_uploads(before: RunState, after: RunState) -> list[tuple[int, int]]:
+    """(task, fence) of leases that ended without an update: lost, or given to another worker."""
+    gone = [t for t in _ended(before, after) if not _answered(before, after, t)]
+    passed_on = [
+        task
+        for task, old, new in _touched(before.leases, after.leases)
+        if old is not None and old.fence != new.fence
+    ]
+    return [(task, before.leases[task].fence) for task in (*gone, *passed_on)]
+
+
+def _touched(before: Mapping[K, V], after: Mapping[K, V]) -> list[tuple[K, V | None, V]]:
+    """What may differ: all else is the same object. A call touches one or two of a thousand."""
+    if after is before:
+        return []
+    return [(key, before.get(key), new) for key, new in after.items() if before.get(key) is not new]
+
+
+def _ended(before: RunState, after: RunState) -> set[int]:
+    if before.leases is after.leases:
+        return set()
+    return before.leases.keys() - after.leases.keys()
+
+
+def _answered(before: RunState, after: RunState, task: int) -> bool:
+    """Whether a lease ended with an update. Then the update's own transaction marks its task."""
+    index = before.leases[task].block
+    return len(after.blocks[index].round.updates) > len(before.blocks[index].round.updates)
+
+
+def _stored_lease(lease: Lease) -> Lease:
+    return replace(lease, done_steps=0)
+
+
+def lease_record(now: float, lease: Lease) -> LeaseRecord:
+    return LeaseRecord(
+        task=lease.task,
+        number=lease.number,
+        block=lease.block,
+        base=lease.base,
+        fence=lease.fence,
+        worker=lease.worker,
+        steps=lease.steps,
+        start_step=lease.start_step,
+        age=now - lease.granted,
+        remaining=remaining(now, lease.expires) or 0.0,
+        expected=lease.expected,
+        trained=lease.trained,
+        expired=lease.expired,
+    )
+
+
+def lease_times(now: float, leases: Iterable[Lease]) -> list[LeaseTimes]:
+    return [
+        LeaseTimes(x.task, x.fence, now - x.granted, remaining(now, x.expires) or 0.0)
+        for x in leases
+    ]
+
+
+def round_record(now: float, index: int, block: BlockState) -> RoundRecord:
+    current = block.round
+    return RoundRecord(
+        block=index,
+        version=block.version,
+        attempt=current.attempt,
+        length=current.length,
+        remaining=remaining(now, current.deadline),
+        extended=current.extended,
+        grace_remaining=remaining(now, current.grace_until),
+    )
+
+
+def waiting_update(record: UpdateRecord) -> WaitingUpdate:
+    return WaitingUpdate(
+        record.id, record.worker, record.tokens, record.steps, record.staleness, record.weight
+    )
+
+
+def worker_record(known: WorkerRecord, worker: WorkerState) -> WorkerRecord:
+    return replace(
+        known,
+        block=worker.block,
+        seconds_per_step=worker.seconds_per_step,
+        overhead=worker.overhead,
+        kicked=worker.kicked,
+    )
+
+
+def worker_state(record: WorkerRecord, now: float) -> WorkerState:
+    return WorkerState(
+        record.id, record.block, now, record.seconds_per_step, record.overhead, record.kicked
+    )

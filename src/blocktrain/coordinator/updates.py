@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from blocktrain.coordinator import state
-from blocktrain.coordinator.recovery import waiting_update
+from blocktrain.coordinator.closing import RoundCloser
 from blocktrain.coordinator.rounds import Claim, Verdict, deadline_after, judge
 from blocktrain.coordinator.run import TrainingRun, short
 from blocktrain.errors import Conflict
@@ -25,8 +25,8 @@ def payload_limit(run: TrainingRun, block: int) -> int:
 
 
 class UpdateIntake:
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    def __init__(self, run: TrainingRun, closer: RoundCloser) -> None:
+        self._run, self._closer = run, closer
         self.arriving: Counter[str] = Counter()  # payloads that are durable and not recorded yet
 
     def accept(self, message: m.Submission) -> bytes:
@@ -123,7 +123,7 @@ class UpdateIntake:
                 )
             check_update(content, run.schemas[message.block], method=run.policy.compression)
             with run.lock:
-                run.wait_released(message.block)
+                self._closer.wait_released(message.block)
                 run.store.require_open()
                 receipt = self._record(message, self._judge(message))
             run.store.blobs.drop_chunks(message.task, message.fence)
@@ -185,7 +185,7 @@ class UpdateIntake:
         return state.add_update(
             self._with_speed(message, update),
             message.task,
-            waiting_update(update),
+            state.waiting_update(update),
             deadline,
             update.seconds,
         )

@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from blocktrain.coordinator.recovery import UpdateCounts
 from blocktrain.coordinator.rounds import decide_round, is_alive, round_length, target_replicas
-from blocktrain.coordinator.run import NO_TRAFFIC, TrainingRun
+from blocktrain.coordinator.run import NO_TRAFFIC, TrainingRun, UpdateCounts
 from blocktrain.coordinator.state import Lease, RunState, WorkerState, remaining
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
