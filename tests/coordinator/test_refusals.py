@@ -28,7 +28,6 @@ from blocktrain.protocol.transfer import sha256, split
 from blocktrain.store.blobs import FolderBlobs
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
-from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient, fetch
 from support.fake_worker import (
     OPERATOR,
@@ -684,8 +683,8 @@ def test_a_body_that_comes_in_drops_is_given_up(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = place.worker().joined()
-    monkeypatch.setattr(web, "BODY_SECONDS", 0.4)
-    monkeypatch.setattr(web, "MIN_RATE", 1 << 20)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.4)
+    monkeypatch.setattr(guard, "MIN_RATE", 1 << 20)
     authorization = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     post = f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Length: 60000\r\n\r\n"
     put = (
@@ -709,7 +708,7 @@ def test_a_body_that_comes_in_drops_is_given_up(
 def test_headers_that_never_end_are_hung_up_on(
     place: Place, monkeypatch: pytest.MonkeyPatch, first: bytes
 ) -> None:
-    monkeypatch.setattr(web, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.4)
     before = snapshot(place.coordinator)
     began = time.monotonic()
     assert trickled(place, first, b"X-Slow: " + b"x" * 5000 if first else b"") == b""

@@ -24,7 +24,6 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
-from blocktrain.web import server as web
 from blocktrain.web.client import HttpClient, LocalClient
 from support.fake_worker import (
     OPERATOR,
@@ -210,8 +209,8 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
     monkeypatch.setattr(
         guard, "MAX_REQUESTS", 32
     )  # bodies that are still on their way take none of these places
-    monkeypatch.setattr(web, "BODY_SECONDS", 600.0)
-    monkeypatch.setattr(web, "HEADER_SECONDS", 600.0)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 600.0)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 600.0)
     with listening(tmp_path, monkeypatch) as (coordinator, counted, url):
         refusals = coordinator.run.refusals
         with (
@@ -236,9 +235,9 @@ def test_three_hundred_who_trickle_do_not_stop_the_honest(
             assert refusals == {Code.TOO_MANY_REQUESTS: 22}
         until(lambda: not counted.transfers and not counted.requests, "room after they have gone")
 
-        monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
-        monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
-        monkeypatch.setattr(web, "HEADER_SECONDS", 1.0)
+        monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+        monkeypatch.setattr(guard, "MIN_RATE", 1 << 30)
+        monkeypatch.setattr(guard, "HEADER_SECONDS", 1.0)
         with three_hundred(address_of(url)) as crowd:
             until(lambda: crowd.closed == 300, "the end of the last of them")
         assert 0 < refusals[Code.TOO_SLOW] <= 150 and set(crowd.statuses) <= {408, 429}
@@ -254,7 +253,7 @@ def test_bytes_after_an_answer_keep_no_connection(
     Neither needs a token.
     """
     with listening(tmp_path, monkeypatch) as (_, _, url):
-        monkeypatch.setattr(web, "KEEP_ALIVE_SECONDS", 0.5)
+        monkeypatch.setattr(guard, "KEEP_ALIVE_SECONDS", 0.5)
         crowd = Crowd(address_of(url))
         crowd.add(
             5,
@@ -321,8 +320,8 @@ def test_those_who_do_not_read_are_counted_and_hung_up_on(
             line.close()
         until(lambda: not counted.transfers and not counted.requests, "room after they have gone")
 
-        monkeypatch.setattr(web, "BODY_SECONDS", 0.5)
-        monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
+        monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+        monkeypatch.setattr(guard, "MIN_RATE", 1 << 30)
         line = reader()
         until(lambda: not counted.transfers and not counted.requests, "the end of it")
         assert len(rest(line)) < 1 << 24

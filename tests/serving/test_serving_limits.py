@@ -20,7 +20,6 @@ from blocktrain.serving import request_queue
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.openai_api import ServingRules, build_app
 from blocktrain.web import guard, sse
-from blocktrain.web import server as web
 from blocktrain.web.server import AppServer, Where
 from support.serving import saved, small_model
 from support.waiting import PATIENCE
@@ -81,7 +80,7 @@ def head(length: int) -> bytes:
 def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "HEADER_SECONDS", 3.0)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 3.0)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
         slow = [await line(server) for _ in range(300)]
@@ -104,7 +103,7 @@ def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        web, "BODY_SECONDS", 4.0
+        guard, "BODY_SECONDS", 4.0
     )  # all of them are there before the first is given up
     monkeypatch.setattr(guard, "MAX_FROM_ONE", 20)
 

@@ -32,8 +32,7 @@ from blocktrain.watch.feed import (
     read_events,
 )
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
-from blocktrain.web import guard
-from blocktrain.web import server as web
+from blocktrain.web import guard, server
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import blocktrain, start
 from support.event_reader import Reader, fetch, parse
@@ -296,9 +295,9 @@ def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        web, "BODY_SECONDS", 4.0
+        guard, "BODY_SECONDS", 4.0
     )  # one who reads, on a busy machine, has this long for a line's buffer
-    monkeypatch.setattr(web, "MIN_RATE", 1 << 30)
+    monkeypatch.setattr(guard, "MIN_RATE", 1 << 30)
     with serving(tmp_path) as (coordinator, url, _), socket.socket() as deaf, ExitStack() as stack:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")
@@ -342,7 +341,7 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
 ) -> None:
     monkeypatch.setattr(watch_api, "MAX_LISTENERS", 3)
     monkeypatch.setattr(guard, "MAX_FROM_ONE", 3)
-    monkeypatch.setattr(web, "FINISH_SECONDS", 600.0)
+    monkeypatch.setattr(server, "FINISH_SECONDS", 600.0)
     with serving(tmp_path) as (_, url, client), ExitStack() as stack:
         readers = [Reader(url) for _ in range(3)]
         for reader in readers:

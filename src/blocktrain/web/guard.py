@@ -1,8 +1,7 @@
-"""The guarded HTTP front of coordinator and serving: limits, keys, body deadlines, errors.
+"""The guarded HTTP front of coordinator and serving: limits, keys, deadlines, errors.
 
 Nothing of a request's body is read before the request is allowed. A body has an exact length, a
-size limit and a deadline with a minimum rate. Header deadlines and slow readers are the server's
-business (web/server.py).
+size limit and a deadline with a minimum rate. So have headers, and readers of what is sent.
 """
 
 from __future__ import annotations
@@ -18,18 +17,23 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.errors import BlockTrainError, IdentityError
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.web import server
 from blocktrain.web.sse import EventStream
 
+HEADER_SECONDS = 15.0
+BODY_SECONDS = 10.0
+MIN_RATE = 16 << 10  # bytes a second, in either direction; slower connections are closed
+MAX_HEADERS = 64 << 10  # bytes
+KEEP_ALIVE_SECONDS = 75  # well above the client's, which must not use a closing connection
 MAX_REQUESTS = 256  # requests in progress
 MAX_TRANSFERS = 1024  # requests whose bytes are being received or sent
 MAX_FROM_ONE = 64  # of both together, from one address
@@ -41,6 +45,73 @@ CLIENT_CLOSED = 499  # the status that is counted when the client closed the con
 Handler = Callable[[Request, Send], Awaitable[Response | None]]
 """Gives the answer, or None if it has sent the answer itself."""
 Access = Literal["anyone", "member", "operator"]
+
+
+class DeadlineProtocol(HttpToolsProtocol):
+    """Closes slow connections. uvicorn alone waits for headers, unread bodies and readers."""
+
+    _late: asyncio.TimerHandle | None = None  # until the next headers are complete
+    _unread: asyncio.TimerHandle | None = None  # until the other side has read what was sent
+    _headers: int | None = None  # bytes of those that are being received
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._late = self._abort_after(HEADER_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """Headers that are too long end the connection."""
+        if self._headers is not None:
+            self._headers += len(data)
+            if self._headers > MAX_HEADERS:
+                self.transport.abort()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._headers = 0
+        _stop(self._late)
+        self._late = self._abort_after(HEADER_SECONDS)
+
+    def on_headers_complete(self) -> None:
+        self._headers = None
+        _stop(self._late)
+        self._late = None
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        """The next request must begin in time. uvicorn's own timer stops with any byte."""
+        super().on_response_complete()
+        if self._late is None and self.cycle.response_complete:
+            self._late = self._abort_after(KEEP_ALIVE_SECONDS)
+
+    def pause_writing(self) -> None:
+        """The other side reads slowly: the minimum rate holds for readers too."""
+        super().pause_writing()
+        self._unread = self._abort_after(body_seconds(self.transport.get_write_buffer_size()))
+
+    def resume_writing(self) -> None:
+        _stop(self._unread)
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._late)
+        _stop(self._unread)
+        super().connection_lost(exc)
+
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        # `close` would wait until everything that was sent is read.
+        return self.loop.call_later(seconds, self.transport.abort)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def body_seconds(length: int) -> float:
+    """How long so many bytes of a request may take."""
+    return BODY_SECONDS + length / MIN_RATE
 
 
 @dataclass(frozen=True)
@@ -191,7 +262,7 @@ class Front(ABC):
         parts: list[bytes] = []
         with room(address):
             try:
-                async with asyncio.timeout(server.body_seconds(length)):
+                async with asyncio.timeout(body_seconds(length)):
                     async for part in request.stream():
                         parts.append(part)
             except TimeoutError:

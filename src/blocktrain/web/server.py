@@ -1,4 +1,4 @@
-"""An ASGI app on a socket: TLS, event loop, signals, and deadlines for slow clients."""
+"""An ASGI app on a socket: TLS, event loop, start and stop, signals."""
 
 from __future__ import annotations
 
@@ -14,81 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.errors import ConfigError
+from blocktrain.web.guard import KEEP_ALIVE_SECONDS, DeadlineProtocol
 
-HEADER_SECONDS = 15.0
-BODY_SECONDS = 10.0
-MIN_RATE = 16 << 10  # bytes a second, in either direction; slower connections are closed
-MAX_HEADERS = 64 << 10  # bytes
 MAX_FILES = 1 << 16
 BACKLOG = 2048  # connections that wait until they are accepted
 FINISH_SECONDS = 5  # for requests in progress when it stops
 STOP_SECONDS = 60.0  # for its threads to end
-KEEP_ALIVE_SECONDS = 75  # well above the client's, which must not use a closing connection
-
-
-class DeadlineProtocol(HttpToolsProtocol):
-    """Closes slow connections. uvicorn alone waits for headers, unread bodies and readers."""
-
-    _late: asyncio.TimerHandle | None = None  # until the next headers are complete
-    _unread: asyncio.TimerHandle | None = None  # until the other side has read what was sent
-    _headers: int | None = None  # bytes of those that are being received
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._late = self._abort_after(HEADER_SECONDS)
-
-    def data_received(self, data: bytes) -> None:
-        """Headers that are too long end the connection."""
-        if self._headers is not None:
-            self._headers += len(data)
-            if self._headers > MAX_HEADERS:
-                self.transport.abort()
-                return
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._headers = 0
-        _stop(self._late)
-        self._late = self._abort_after(HEADER_SECONDS)
-
-    def on_headers_complete(self) -> None:
-        self._headers = None
-        _stop(self._late)
-        self._late = None
-        super().on_headers_complete()
-
-    def on_response_complete(self) -> None:
-        """The next request must begin in time. uvicorn's own timer stops with any byte."""
-        super().on_response_complete()
-        if self._late is None and self.cycle.response_complete:
-            self._late = self._abort_after(KEEP_ALIVE_SECONDS)
-
-    def pause_writing(self) -> None:
-        """The other side reads slowly: the minimum rate holds for readers too."""
-        super().pause_writing()
-        self._unread = self._abort_after(body_seconds(self.transport.get_write_buffer_size()))
-
-    def resume_writing(self) -> None:
-        _stop(self._unread)
-        super().resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        _stop(self._late)
-        _stop(self._unread)
-        super().connection_lost(exc)
-
-    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
-        # `close` would wait until everything that was sent is read.
-        return self.loop.call_later(seconds, self.transport.abort)
-
-
-def _stop(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
 
 
 @dataclass(frozen=True)
@@ -199,11 +132,6 @@ class AppServer:
         for thread in threading.enumerate():
             if getattr(thread, "loop", None) is self._server.served_by is not None:
                 thread.join(STOP_SECONDS)
-
-
-def body_seconds(length: int) -> float:
-    """How long so many bytes of a request may take."""
-    return BODY_SECONDS + length / MIN_RATE
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
