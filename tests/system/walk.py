@@ -30,6 +30,7 @@ SHAPE = "--blocks 3 --layers-per-block 1 --width 16 --heads 2 --context 32 --bat
 POLICY = "--replicas 1 --task-steps 4 --score-bytes 0 --steps 24 --warmup 2"
 PATIENCE = 200.0  # seconds that anything may take on a busy machine
 ROUND_AIM, REQUEST_AIM = 28, 16
+FOR_PEOPLE = ("watch/", "cli/", "terminal.py", "worker/command.py")  # a round needs none of them
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,8 @@ def main() -> None:
             calls = walk_round(folder)
             aim = f"{len(files_of(calls))} files, aim {ROUND_AIM}"
             show("One round", calls, aim)
+            reports = sum(file.startswith(FOR_PEOPLE) for file in files_of(calls))
+            print(f"Of these, {reports} only report to people.")
         if part != "round":
             calls = walk_request(folder)
             of_serving = [file for file in files_of(calls) if file.startswith("serving/")]
