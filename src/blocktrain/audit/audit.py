@@ -21,7 +21,7 @@ from blocktrain.audit.evidence import (
     Progress,
     RunRecord,
     Totals,
-    checked,
+    read_verified,
 )
 from blocktrain.audit.recompute import add, clip_scale, next_weights, propose
 from blocktrain.config import Config, make_config
@@ -109,7 +109,7 @@ def audit(
 
         updates = list(auditor.updates.values())
         retrained, differences = replay.retrain(
-            auditor.run, auditor.joins, updates, lambda blob: checked(source, blob), progress
+            auditor.run, auditor.joins, updates, lambda blob: read_verified(source, blob), progress
         )
     return Audit(
         run=auditor.run.run if auditor.run else "",
@@ -156,10 +156,10 @@ class Auditor:
         self.findings.append(Finding(name, entry, sentence))
 
     def follow(self, entry: ledger.LedgerEntry) -> None:
-        """Auditor one entry against all before it."""
+        """Check one entry against all before it."""
         seq, previous = (self.last.seq + 1, self.last.hash) if self.last else (1, ledger.BEGINNING)
-        found = ledger.entry_hash(entry.seq, entry.kind, entry.body, entry.previous)
-        if (entry.seq, entry.previous, entry.hash) != (seq, previous, found):
+        digest = ledger.entry_hash(entry.seq, entry.kind, entry.body, entry.previous)
+        if (entry.seq, entry.previous, entry.hash) != (seq, previous, digest):
             self.report("chain", seq, f"entry {seq} was changed, or one before it is missing")
         if (entry.seq == 1) != (entry.kind == "run"):
             self.report(
@@ -309,8 +309,8 @@ class Auditor:
 
     def _rule(self, name: str) -> float | None:
         """A number of the run's policy; None if the run does not state it."""
-        found = None if self.run is None else self.run.policy.get(name)
-        return found if isinstance(found, int | float) else None
+        value = None if self.run is None else self.run.policy.get(name)
+        return value if isinstance(value, int | float) else None
 
     def _staleness(self, seq: int, update: UpdateBody, name: str) -> None:
         """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
@@ -335,28 +335,30 @@ class Auditor:
                 f"not {weight}",
             )
 
-    def _version(self, entry: ledger.LedgerEntry, made: VersionBody) -> None:
+    def _version(self, entry: ledger.LedgerEntry, version: VersionBody) -> None:
         chain, name = (
-            self.chains.setdefault(made.block, []),
-            f"version {made.version} of block {made.block}",
+            self.chains.setdefault(version.block, []),
+            f"version {version.version} of block {version.block}",
         )
-        if made.version == 0 and len(chain) == 1:
-            if made.weights != chain[0].weights or made.parent is not None or made.parts:
+        if version.version == 0 and len(chain) == 1:
+            if version.weights != chain[0].weights or version.parent is not None or version.parts:
                 self.report("sequence", entry.seq, f"{name} is not the one that the run began with")
             return
-        if not chain or made.version != len(chain) or made.parent != chain[-1].weights.sha256:
+        if not chain or version.version != len(chain) or version.parent != chain[-1].weights.sha256:
             self.report("sequence", entry.seq, f"{name} does not follow version {len(chain) - 1}")
-        self.closed[made.block] = entry.seq
-        parts = self._settle(entry, made.block, made.parts, made.dropped)
+        self.closed[version.block] = entry.seq
+        parts = self._settle(entry, version.block, version.parts, version.dropped)
         for _, update in parts:
             count, tokens = self.totals.get(update.submission.worker, (0, 0))
             self.totals[update.submission.worker] = count + 1, tokens + update.tokens
         try:
-            if chain and len(parts) == len(made.parts):
-                self._shares(entry, made, parts, name)
-                self._weights(entry, made, parts, name)
+            if chain and len(parts) == len(version.parts):
+                self._shares(entry, version, parts, name)
+                self._weights(entry, version, parts, name)
         finally:
-            chain.append(_Published(made.weights, made.momentum, made.tokens, made.norms))
+            chain.append(
+                _Published(version.weights, version.momentum, version.tokens, version.norms)
+            )
 
     def _settle(
         self,
@@ -369,7 +371,7 @@ class Auditor:
 
         Returns the parts for which this holds.
         """
-        found = []
+        settled = []
         for name, part in [*((p.update, p) for p in parts), *((name, None) for name in dropped)]:
             seq, update = self.updates.get(name, (0, None))
             if update is None or update.order.block != block:
@@ -388,16 +390,18 @@ class Auditor:
             else:
                 self.settled[name] = entry.seq
                 if part is not None:
-                    found.append((part, update))
+                    settled.append((part, update))
                 else:
                     self.dropped += 1
                     self._payload(seq, update)
-        return found
+        return settled
 
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
         s = update.submission
         try:
-            return checked(self.source, Blob(sha256=s.payload_sha256, length=s.payload_length))
+            return read_verified(
+                self.source, Blob(sha256=s.payload_sha256, length=s.payload_length)
+            )
         except Damaged as error:
             self.report(
                 "payload",
@@ -407,7 +411,7 @@ class Auditor:
             return None
 
     def _shares(
-        self, entry: ledger.LedgerEntry, made: VersionBody, parts: Sequence[Part], name: str
+        self, entry: ledger.LedgerEntry, version: VersionBody, parts: Sequence[Part], name: str
     ) -> None:
         total = math.fsum(update.tokens * update.weight for _, update in parts)
         for part, update in parts:
@@ -420,36 +424,40 @@ class Auditor:
                     f"update {part.update[:12]}... has the share {part.share} in {name}; "
                     "its tokens give another",
                 )
-        if [p.update for p in made.parts] != sorted(p.update for p in made.parts):
+        if [p.update for p in version.parts] != sorted(p.update for p in version.parts):
             self.report(
                 "share", entry.seq, f"{name} does not add its updates in the order of their ids"
             )
-        tokens = self.chains[made.block][-1].tokens + sum(update.tokens for _, update in parts)
-        if made.tokens != tokens or sorted(made.applied) != sorted(p.update for p in made.parts):
+        tokens = self.chains[version.block][-1].tokens + sum(update.tokens for _, update in parts)
+        if version.tokens != tokens or sorted(version.applied) != sorted(
+            p.update for p in version.parts
+        ):
             self.report(
                 "contributions",
                 entry.seq,
                 f"{name} counts other tokens or updates than its parts have",
             )
-        if parts and made.features not in [update.order.features for _, update in parts]:
+        if parts and version.features not in [update.order.features for _, update in parts]:
             self.report(
                 "update", entry.seq, f"{name} names other features than its updates were trained on"
             )
 
     def _weights(
-        self, entry: ledger.LedgerEntry, made: VersionBody, parts: Sequence[Part], name: str
+        self, entry: ledger.LedgerEntry, version: VersionBody, parts: Sequence[Part], name: str
     ) -> None:
-        before = self.chains[made.block][-1]
-        current = tensors.unpack(checked(self.source, before.weights))
+        before = self.chains[version.block][-1]
+        current = tensors.unpack(read_verified(self.source, before.weights))
         schema, mean, norms = tensors.schema_of(current), None, []
         for part, update in parts:
             payload = self._payload(self.updates[part.update][0], update)
             if payload is None:
                 return
             opened = compression.open_update(payload, schema, method=update.order.compression)
-            late = opened.absolute and update.order.base != made.version - 1
+            late = opened.absolute and update.order.base != version.version - 1
             base = (
-                tensors.unpack(checked(self.source, update.order.weights), schema) if late else None
+                tensors.unpack(read_verified(self.source, update.order.weights), schema)
+                if late
+                else None
             )
             proposed, norm = propose(current, opened, base, part.scale)
             mean = add(mean, part.share, proposed)
@@ -457,46 +465,46 @@ class Auditor:
         if mean is None:
             self.report("weights", entry.seq, f"{name} is made of no update")
             return
-        held = (
+        buffer = (
             None
             if before.momentum is None
-            else tensors.unpack(checked(self.source, before.momentum), schema)
+            else tensors.unpack(read_verified(self.source, before.momentum), schema)
         )
-        weights, momentum = next_weights(current, mean, held, made)
-        if weights != made.weights:
+        weights, momentum = next_weights(current, mean, buffer, version)
+        if weights != version.weights:
             self.report(
                 "weights", entry.seq, f"{name} recomputes to other weights than were published"
             )
-        if momentum != made.momentum:
+        if momentum != version.momentum:
             self.report(
                 "momentum",
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
             )
-        self._rules(entry, made, norms, name)
-        for blob in filter(None, (made.weights, made.momentum)):
-            checked(self.source, blob)
+        self._rules(entry, version, norms, name)
+        for blob in filter(None, (version.weights, version.momentum)):
+            read_verified(self.source, blob)
 
     def _rules(
-        self, entry: ledger.LedgerEntry, made: VersionBody, norms: Sequence[float], name: str
+        self, entry: ledger.LedgerEntry, version: VersionBody, norms: Sequence[float], name: str
     ) -> None:
         """Outer step and clip follow the run's rules, as far as the run states them.
 
         The norms that the clip uses must be those of the updates.
         """
-        known, scales = self.chains[made.block][-1].norms, [part.scale for part in made.parts]
+        known, scales = self.chains[version.block][-1].norms, [part.scale for part in version.parts]
         lengths = [*known, *(norm * scale for norm, scale in zip(norms, scales, strict=True))][
-            -len(made.norms) :
+            -len(version.norms) :
         ]
-        same = len(lengths) == len(made.norms) and np.allclose(
-            lengths, made.norms, rtol=1e-9, atol=0
+        same = len(lengths) == len(version.norms) and np.allclose(
+            lengths, version.norms, rtol=1e-9, atol=0
         )
         if (after := self._rule("clip_after")) is not None:
             clipped = [clip_scale(norm, known, self._rule("clip"), after) for norm in norms]
             same = same and np.allclose(clipped, scales, rtol=1e-9, atol=0)
         policy = self.run.policy if self.run else {}
         same = same and all(
-            policy.get(rule, getattr(made, rule)) == getattr(made, rule) for rule in OUTER
+            policy.get(rule, getattr(version, rule)) == getattr(version, rule) for rule in OUTER
         )
         if not same:
             self.report(

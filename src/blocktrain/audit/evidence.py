@@ -99,7 +99,7 @@ class RemoteSource:
 
     whole: ClassVar[bool] = False
     client: Calls
-    kept: Path
+    cache: Path
 
     def record(self) -> RunRecord:
         """The manifest first: the ledger must then reach at least as far as it says."""
@@ -111,7 +111,7 @@ class RemoteSource:
 
     def blob(self, blob: Blob) -> bytes:
         """The bytes under a name. A broken connection is no finding about the run."""
-        path = self.kept / blob.sha256
+        path = self.cache / blob.sha256
         if path.exists():
             return path.read_bytes()
         content = bytearray()
@@ -135,7 +135,7 @@ def open_folder(path: Path) -> EvidenceSource:
     return FolderSource(inside if inside.is_dir() else path)
 
 
-def checked(source: EvidenceSource, blob: Blob) -> bytes:
+def read_verified(source: EvidenceSource, blob: Blob) -> bytes:
     """The bytes, after their hash has been checked."""
     content = source.blob(blob)
     if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:

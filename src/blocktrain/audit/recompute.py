@@ -55,10 +55,10 @@ def clip_scale(norm: float, known: Sequence[float], clip: float | None, clip_aft
 
 
 def next_weights(
-    current: Tensors, mean: Tensors, held: Tensors | None, made: VersionFacts
+    current: Tensors, mean: Tensors, buffers: Tensors | None, version: VersionFacts
 ) -> tuple[Blob, Blob | None]:
     """(weights, memory of the outer step) that follow from the mean of the proposals, by name."""
-    if made.outer == "average":
+    if version.outer == "average":
         return _name(mean), None
     weights: Tensors = {}
     momentum: Tensors = {}
@@ -66,11 +66,13 @@ def next_weights(
         now = tensor.astype(np.float64)
         gradient = now - mean[name]
         buffer = (
-            made.outer_momentum
-            * (np.zeros_like(now) if held is None else held[name].astype(np.float64))
+            version.outer_momentum
+            * (np.zeros_like(now) if buffers is None else buffers[name].astype(np.float64))
             + gradient
         )
-        weights[name] = now - made.outer_learning_rate * (gradient + made.outer_momentum * buffer)
+        weights[name] = now - version.outer_learning_rate * (
+            gradient + version.outer_momentum * buffer
+        )
         momentum[name] = buffer
     return _name(weights), _name(momentum)
 

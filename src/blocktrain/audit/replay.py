@@ -74,7 +74,7 @@ def retrain(
                 for name, sentence in problems
             ]
             uses.subtract(needs[task])
-            states = {before: held for before, held in states.items() if uses[before] > 0}
+            states = {key: value for key, value in states.items() if uses[key] > 0}
             if state is not None and uses[task] > 0:
                 states[task] = state
             progress("updates", number, len(ordered))
@@ -111,7 +111,7 @@ def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Find
 def _retrain_update(
     update: UpdateBody, config: Config, text: Ids, states: Mapping[int, _TaskState], read: Read
 ) -> tuple[list[tuple[Name, str]], _TaskState | None]:
-    """Train an update again, and hold what comes out against what was sent."""
+    """Train an update again, and compare the result with what was sent."""
     order, sent = update.order, update.submission
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
     try:
@@ -120,23 +120,23 @@ def _retrain_update(
             _state_of(states, sent.continued.residual),
         )
         trainer, losses = _train(update, config, text, parent, read)
-        payload, left = _payload(order, trainer, residual, read)
+        payload, rest = _payload(order, trainer, residual, read)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
     lineage = ledger.lineage(parent.lineage if parent else None, order, sent.continued)
-    found: list[tuple[Name, str]] = []
+    problems: list[tuple[Name, str]] = []
     if sent.lineage != lineage:
-        found.append(("lineage", f"{name} comes from another optimizer state than it says"))
+        problems.append(("lineage", f"{name} comes from another optimizer state than it says"))
     if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
-        found.append(
+        problems.append(
             (
                 "retrain",
                 f"{name} comes out with other bytes{_difference(sent, payload, trainer, read)}",
             )
         )
     elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
-        found.append(("retrain", f"{name} has other losses than it reports"))
-    return found, _TaskState(lineage, trainer.moments(), left)
+        problems.append(("retrain", f"{name} has other losses than it reports"))
+    return problems, _TaskState(lineage, trainer.moments(), rest)
 
 
 def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState | None:
