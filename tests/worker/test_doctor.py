@@ -304,7 +304,7 @@ def test_a_check_that_hangs_ends_the_examination(
         f"`{stuck}` took all the time"
     }
     assert (
-        diagnosis.judge_unended("speed").state == "warning"
+        diagnosis.judge_timeout("speed").state == "warning"
     )  # a slow machine is no reason not to join
 
 
@@ -560,13 +560,13 @@ def test_memory_of_the_largest_block() -> None:
     between = (needed["block 1"] + needed["the fusion block"]) // 2
     assert (
         "training the fusion block"
-        in diagnosis.judge_memory(between, between, needed, asked=True).found
+        in diagnosis.judge_memory(between, between, needed, is_option=True).found
     )
-    assert diagnosis.judge_memory(between, between, needed, asked=False).fix.startswith(
+    assert diagnosis.judge_memory(between, between, needed, is_option=False).fix.startswith(
         "use a machine with more memory"
     )
-    assert diagnosis.judge_memory(10**12, between, needed, asked=False).state == "warning"
-    assert diagnosis.judge_memory(10**12, 10**12, needed, asked=False).state == "ok"
+    assert diagnosis.judge_memory(10**12, between, needed, is_option=False).state == "warning"
+    assert diagnosis.judge_memory(10**12, 10**12, needed, is_option=False).state == "ok"
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ class LogOutput:
         self._clock = clock or SystemClock()
         self._mutex = threading.Lock()
         self._steps = 0  # of the current task
-        self._waiting = ("", 0.0)  # why, and when that was last logged
+        self._last_wait = ("", 0.0)  # why, and when that was last logged
 
     def __enter__(self) -> LogOutput:
         return self
@@ -222,10 +222,10 @@ class LogOutput:
         with self._mutex:
             if kind == "task":
                 self._steps = fields["steps"]
-            if kind == "waiting" and self._repeated(fields["code"]):
+            if kind == "waiting" and self._is_repeat(fields["code"]):
                 return
             if kind != "waiting":
-                self._waiting = ("", 0.0)
+                self._last_wait = ("", 0.0)
             if line := log_line(kind, fields, self._steps):
                 now = datetime.fromtimestamp(self._clock.time()).astimezone()
                 console.print(
@@ -235,13 +235,13 @@ class LogOutput:
                     soft_wrap=True,
                 )
 
-    def _repeated(self, code: str) -> bool:
+    def _is_repeat(self, code: str) -> bool:
         """Whether this wait was logged a moment ago: a worker asks again every few seconds."""
-        known, logged = self._waiting
+        known, logged = self._last_wait
         now = self._clock.monotonic()
         if code == known and now - logged < WAITING_SECONDS:
             return True
-        self._waiting = (code, now)
+        self._last_wait = (code, now)
         return False
 
 
@@ -273,15 +273,15 @@ class TerminalOutput:
             self._live.update(Text(self._status(kind, fields)))
 
     def _status(self, kind: str, fields: dict[str, Any]) -> str:
-        done = f"{self._accepted} updates accepted, {self._sent / 1e6:.1f} MB sent"
+        totals = f"{self._accepted} updates accepted, {self._sent / 1e6:.1f} MB sent"
         if kind == "waiting":
-            return f"waiting: {fields['reason']} | {done}"
+            return f"waiting: {fields['reason']} | {totals}"
         if "loss" not in self._task:
-            return f"{kind} | {done}"
+            return f"{kind} | {totals}"
         t = self._task
         return (
             f"block {t['block']}  task {t['task']}  version {t['base']}  "
-            f"step {t['step']} of {t['of']}  loss {t['loss']:.3f} | {done}"
+            f"step {t['step']} of {t['of']}  loss {t['loss']:.3f} | {totals}"
         )
 
 

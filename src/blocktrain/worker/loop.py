@@ -81,7 +81,7 @@ class Worker:
         self._speed = 0.0
         self._training: BlockTraining | None = None
         self._upload: UpdateUpload | None = None
-        self._rejected: set[int] = set()  # refused tasks: nothing may continue them
+        self._refused_tasks: set[int] = set()  # refused tasks: nothing may continue them
         self._stopped: Callable[[], bool] = lambda: False
         self._finishing: Callable[[], bool] = lambda: False
 
@@ -136,7 +136,7 @@ class Worker:
                 device=machine.device,
                 memory=machine.memory,
                 speed=self._speed,
-                held=self._cache.held(),
+                held=self._cache.held_state(),
                 nonce=new_nonce(),
                 time=session.now_ms(),
             )
@@ -204,9 +204,9 @@ class Worker:
     def _request_task(self) -> m.Task | m.Wait:
         training = self._training
         held = (
-            m.Held(block=training.block, **dict(training.continued))
+            m.Held(block=training.block, **dict(training.lineage_before))
             if training
-            else self._cache.held()
+            else self._cache.held_state()
         )
         return self._session.next_task(held, self._speed)
 
@@ -308,7 +308,7 @@ class Worker:
         losses: list[float],
         seconds: float,
     ) -> UpdateUpload:
-        order, continued = task.order, training.continued
+        order, continued = task.order, training.lineage_before
         after, payload = training.finish(order)
         submission = m.Submission(
             run=self._session.run,
@@ -429,7 +429,7 @@ class Worker:
         """Why this task can no longer count. Takes an answer that has arrived in the meantime."""
         if self._upload is not None and self._upload.finished.is_set():
             self._take_answer(training)
-        if training.origin.optimizer in self._rejected:
+        if training.origin.optimizer in self._refused_tasks:
             return "the update that it continues was refused"
         return ""
 
@@ -441,13 +441,13 @@ class Worker:
             return None
         reply, error = upload.reply, upload.error
         if reply is not None and reply.receipt.accepted:
-            self._accepted(upload, reply.receipt, training)
+            self._record_acceptance(upload, reply.receipt, training)
             return reply.next
         if reply is None and not (isinstance(error, Refused) and error.rule.then is Then.NEXT):
             raise error or RunError("an update ended without an answer")  # it stays on the disk
         task = upload.pending.task
         self._cache.block(self._session.run, task.block).refuse()
-        self._rejected.add(task.task)
+        self._refused_tasks.add(task.task)
         if self._training is not None and self._training.origin.optimizer == task.task:
             self._training = None
         self.summary.refused += 1
@@ -459,7 +459,7 @@ class Worker:
         )
         return reply.next if reply else None
 
-    def _accepted(
+    def _record_acceptance(
         self, upload: UpdateUpload, receipt: m.Receipt, training: BlockTraining | None
     ) -> None:
         task = upload.pending.task

@@ -39,10 +39,10 @@ def pause(clock: Clock, seconds: float, stopped: Callable[[], bool]) -> None:
     while True:
         if stopped():
             raise Interrupted("stopped; an update without an answer is sent at the next start")
-        left = end - clock.monotonic()
-        if left <= 0:
+        remaining = end - clock.monotonic()
+        if remaining <= 0:
             return
-        clock.sleep(min(left, POLL_SECONDS))
+        clock.sleep(min(remaining, POLL_SECONDS))
 
 
 class Retries:

@@ -277,7 +277,7 @@ class WorkerCache:
         self._last.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._last, json.dumps({"run": run, "block": block}).encode())
 
-    def held(self) -> Held | None:
+    def held_state(self) -> Held | None:
         """The state of the block that was trained last. A pending update counts as accepted."""
         try:
             last = json.loads(self._last.read_bytes())

@@ -122,7 +122,7 @@ class BlockTraining:
         return self.trainer.index
 
     @property
-    def continued(self) -> m.Lineage:
+    def lineage_before(self) -> m.Lineage:
         """The tasks that left the optimizer state and the residual."""
         return m.Lineage(optimizer=self.origin.optimizer, residual=self.origin.residual)
 
@@ -163,24 +163,24 @@ class BlockTraining:
         The residual must be that of the last accepted update.
         """
         new = self.trainer.weights()
-        left: Tensors = {}
+        residual: Tensors = {}
         if METHODS[order.compression].exact:
             payload = compress_weights(new, order.compression)
             self.own_version = (sha256(pack(new)), dict(new))
         else:
             delta = {name: new[name] - self.base[name] for name in new}
-            payload, left = compress(delta, self.residual, order.compression)
+            payload, residual = compress(delta, self.residual, order.compression)
         self.base = {}
         after = Provenance(
             optimizer=order.task,
             residual=order.task,
-            lineage=lineage(self.origin.lineage, order, self.continued),
+            lineage=lineage(self.origin.lineage, order, self.lineage_before),
             version=order.base + 1,
             step=order.start_step + order.steps,
         )
         # The next task continues the moments at once, the residual only after acceptance.
         self.origin = after.model_copy(update={"residual": self.origin.residual})
-        return TrainingState(after, self.trainer.moments(), left), payload
+        return TrainingState(after, self.trainer.moments(), residual), payload
 
 
 def read_blocks(

@@ -65,19 +65,19 @@ class CoordinatorAddress:
     @classmethod
     def parse(cls, url: str) -> CoordinatorAddress:
         try:
-            found = urlsplit(url)
-            port = found.port
+            parts = urlsplit(url)
+            port = parts.port
         except ValueError:
-            found, port = urlsplit(""), None
-        if found.scheme not in ("http", "https") or not found.hostname:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"{url!r} is not the address of a coordinator; it looks like http://host:port"
             )
         return cls(
-            found.scheme,
-            found.hostname,
-            port or (443 if found.scheme == "https" else 80),
-            found.path.rstrip("/"),
+            parts.scheme,
+            parts.hostname,
+            port or (443 if parts.scheme == "https" else 80),
+            parts.path.rstrip("/"),
         )
 
     @property
@@ -123,11 +123,11 @@ class HttpAnswer:
 
 def from_error(name: str, error: BlockTrainError) -> CheckResult:
     """Our errors read: what is wrong; what to do."""
-    found, _, fix = str(error).partition("; ")
-    return CheckResult(name, "failed", found, fix or "correct that and ask again")
+    problem, _, fix = str(error).partition("; ")
+    return CheckResult(name, "failed", problem, fix or "correct that and ask again")
 
 
-def judge_unended(name: str) -> CheckResult:
+def judge_timeout(name: str) -> CheckResult:
     """A check that ran out of time."""
     if name in ("corpus", "data", "speed"):  # slow on a busy machine; a worker can join anyway
         return CheckResult(
@@ -146,15 +146,15 @@ def judge_unended(name: str) -> CheckResult:
 
 def judge_python(version: tuple[int, int, int]) -> CheckResult:
     """The interpreter."""
-    found = ".".join(map(str, version))
+    finding = ".".join(map(str, version))
     if version[:2] < PYTHON:
         return CheckResult(
             "python",
             "failed",
-            found,
+            finding,
             f"install Python {'.'.join(map(str, PYTHON))} or newer and blocktrain in it",
         )
-    return CheckResult("python", "ok", found)
+    return CheckResult("python", "ok", finding)
 
 
 def judge_torch(version: str) -> CheckResult:
@@ -170,58 +170,60 @@ def judge_torch(version: str) -> CheckResult:
     return CheckResult("torch", "ok", version)
 
 
-def judge_memory(allowed: int, free: int, needed: dict[str, int], *, asked: bool) -> CheckResult:
-    """Whether the largest block of the run fits. `asked`: the limit comes from --memory."""
-    limit = "allowed by --memory" if asked else "in this machine"
-    found = f"{amount(allowed)} {limit}, {amount(free)} free"
+def judge_memory(
+    allowed: int, free: int, needed: dict[str, int], *, is_option: bool
+) -> CheckResult:
+    """Whether the largest block of the run fits. `is_option`: the limit comes from --memory."""
+    limit = "allowed by --memory" if is_option else "in this machine"
+    finding = f"{amount(allowed)} {limit}, {amount(free)} free"
     if not needed:
-        return CheckResult("memory", "ok", found)
+        return CheckResult("memory", "ok", finding)
     name, most = max(needed.items(), key=lambda item: item[1])
-    found += f"; training {name} takes about {amount(most)}"
+    finding += f"; training {name} takes about {amount(most)}"
     if allowed < most:
-        more = "allow more with --memory" if asked else "use a machine with more memory"
+        more = "allow more with --memory" if is_option else "use a machine with more memory"
         return CheckResult(
             "memory",
             "failed",
-            found,
+            finding,
             f"{more}, or join a run with smaller blocks (width, context, batch, layers_per_block)",
         )
     if free < most:
         return CheckResult(
-            "memory", "warning", found, "end other programs: training would be slow or be killed"
+            "memory", "warning", finding, "end other programs: training would be slow or be killed"
         )
-    return CheckResult("memory", "ok", found)
+    return CheckResult("memory", "ok", finding)
 
 
 def judge_disk(folder: Path, free: int, needed: int) -> CheckResult:
     """Whether a worker's files fit on the disk. 0 needed: the run is not known."""
     wants = f"; this run needs about {amount(needed)} there" if needed else ""
-    found = f"{amount(free)} free for {folder}{wants}"
+    finding = f"{amount(free)} free for {folder}{wants}"
     if free < needed:
         return CheckResult(
             "disk",
             "failed",
-            found,
+            finding,
             f"free {amount(needed - free)} on that disk, or {ANOTHER_FOLDER}",
         )
     if not needed and free < LITTLE_SPACE:
         return CheckResult(
             "disk",
             "warning",
-            found,
+            finding,
             f"a corpus and a block may need more: free some, or {ANOTHER_FOLDER}",
         )
-    return CheckResult("disk", "ok", found)
+    return CheckResult("disk", "ok", finding)
 
 
 def judge_unwritable(folder: Path, error: OSError) -> CheckResult:
     """A folder that a file could not be written into."""
-    found = f"cannot write into {folder}: {error.strerror or error}"
+    finding = f"cannot write into {folder}: {error.strerror or error}"
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return CheckResult(
         "disk",
         "failed",
-        found,
+        finding,
         f"{'free space on that disk' if full else 'make it writable'}, or {ANOTHER_FOLDER}",
     )
 
@@ -240,21 +242,21 @@ def judge_port(address: CoordinatorAddress, error: OSError) -> CheckResult:
     """An address where no connection could be made."""
     where = f"port {address.port} of {address.host}"
     if isinstance(error, ConnectionRefusedError):
-        found = f"nothing listens on {where}"
+        finding = f"nothing listens on {where}"
         fix = (
             f"start the coordinator there, or {AS_PRINTED}; "
             "with --listen 127.0.0.1 only its own machine can reach it"
         )
     elif isinstance(error, TimeoutError):
-        found = f"no answer from {where}"
+        finding = f"no answer from {where}"
         fix = (
             "is that machine on, and is the port open? "
             "Open it in its firewall or router, or forward it"
         )
     else:
-        found = f"no way to {where} ({error.strerror or error})"
+        finding = f"no way to {where} ({error.strerror or error})"
         fix = "is this machine online, and in the same network or VPN as the coordinator?"
-    return CheckResult("port", "failed", found, fix)
+    return CheckResult("port", "failed", finding, fix)
 
 
 def judge_certificate(
@@ -263,21 +265,21 @@ def judge_certificate(
     """A certificate that is trusted."""
     ends = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
     until = datetime.fromtimestamp(ends, UTC).date()
-    found = f"{version}, the certificate of {address.host} is trusted until {until}"
+    finding = f"{version}, the certificate of {address.host} is trusted until {until}"
     if ends - now < SOON * 86400:
         return CheckResult(
             "tls",
             "warning",
-            found,
+            finding,
             "renew the coordinator's certificate and start it again with --tls",
         )
-    return CheckResult("tls", "ok", found)
+    return CheckResult("tls", "ok", finding)
 
 
 def judge_tls_error(address: CoordinatorAddress, error: Exception, ca: Path | None) -> CheckResult:
     """No connection by TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return _untrusted(address, error, ca)
+        return _judge_trust(address, error, ca)
     if isinstance(error, ssl.SSLError | TimeoutError | ConnectionError | EOFError):
         return CheckResult(
             "tls",
@@ -288,10 +290,10 @@ def judge_tls_error(address: CoordinatorAddress, error: Exception, ca: Path | No
     return CheckResult("tls", "failed", str(error), AS_PRINTED)
 
 
-def _untrusted(
+def _judge_trust(
     address: CoordinatorAddress, error: ssl.SSLCertVerificationError, ca: Path | None
 ) -> CheckResult:
-    found = f"the certificate of {address.host} is not accepted: {error.verify_message}"
+    finding = f"the certificate of {address.host} is not accepted: {error.verify_message}"
     if error.verify_code == _EXPIRED:
         fix = (
             "renew the coordinator's certificate and start it again with --tls; "
@@ -308,7 +310,7 @@ def _untrusted(
             "name the certificate that it was signed with: --ca FILE.pem, "
             "from the coordinator's operator"
         )
-    return CheckResult("tls", "failed", found, fix)
+    return CheckResult("tls", "failed", finding, fix)
 
 
 def judge_tls_missing(address: CoordinatorAddress) -> CheckResult:
@@ -364,11 +366,11 @@ def judge_health(address: CoordinatorAddress, answer: HttpAnswer) -> CheckResult
             f"try {answer.headers['location'][:200]}",
         )
     if answer.status in (502, 503, 504):
-        found = f"a server before it answers {answer.status}"
+        finding = f"a server before it answers {answer.status}"
         return CheckResult(
             "coordinator",
             "failed",
-            found,
+            finding,
             "start the coordinator behind that server, and check where the server sends to",
         )
     who = re.sub(r"[^ -~]", "?", answer.headers.get("server", ""))[:60]
@@ -377,34 +379,38 @@ def judge_health(address: CoordinatorAddress, answer: HttpAnswer) -> CheckResult
 
 def judge_stranger(address: CoordinatorAddress, what: str) -> CheckResult:
     """Something answers, but it is not a coordinator."""
-    found = f"another service answers on port {address.port} ({what})"
-    return CheckResult("coordinator", "failed", found, f"{AS_PRINTED}: host or port is another one")
+    finding = f"another service answers on port {address.port} ({what})"
+    return CheckResult(
+        "coordinator", "failed", finding, f"{AS_PRINTED}: host or port is another one"
+    )
 
 
 def judge_silent(address: CoordinatorAddress, seconds: float) -> CheckResult:
     """A connection, but no answer."""
-    found = f"port {address.port} takes connections, but has not answered within {seconds:.0f} s"
+    finding = f"port {address.port} takes connections, but has not answered within {seconds:.0f} s"
     return CheckResult(
         "coordinator",
         "failed",
-        found,
+        finding,
         f"{AS_PRINTED}; if it is the right one, look at that machine: it may be overloaded or hang",
     )
 
 
-def judge_token(answer: HttpAnswer, *, given: bool) -> CheckResult:
+def judge_token(answer: HttpAnswer, *, has_token: bool) -> CheckResult:
     """The answer to GET /v1/run."""
     if answer.status == 200:
-        return CheckResult("token", "ok", "accepted" if given else "none is needed")
+        return CheckResult("token", "ok", "accepted" if has_token else "none is needed")
     if answer.code is Code.BAD_TOKEN:
-        found = (
-            "the coordinator does not know this token" if given else "the coordinator wants a token"
+        finding = (
+            "the coordinator does not know this token"
+            if has_token
+            else "the coordinator wants a token"
         )
         fix = (
             "give --token SECRET (or BLOCKTRAIN_TOKEN) exactly as in the join command "
             "that the coordinator printed"
         )
-        return CheckResult("token", "failed", found, fix)
+        return CheckResult("token", "failed", finding, fix)
     if answer.code is Code.BUSY:
         return CheckResult(
             "token",
@@ -412,12 +418,12 @@ def judge_token(answer: HttpAnswer, *, given: bool) -> CheckResult:
             "accepted, but there is no run yet",
             "ask again in a minute: the run is being prepared",
         )
-    said = answer.code or f"HTTP {answer.status}"
+    answer_code = answer.code or f"HTTP {answer.status}"
     fix = (
         "install the coordinator's version of blocktrain here, "
         "and check that nothing in between changes requests"
     )
-    return CheckResult("token", "failed", f"GET /v1/run was answered with {said}", fix)
+    return CheckResult("token", "failed", f"GET /v1/run was answered with {answer_code}", fix)
 
 
 def judge_protocol(number: object) -> CheckResult:
@@ -429,19 +435,19 @@ def judge_protocol(number: object) -> CheckResult:
             "the run's manifest has no protocol number",
             f"another service answers there: {AS_PRINTED}",
         )
-    found = f"the coordinator speaks protocol {number}, this version {PROTOCOL}"
+    finding = f"the coordinator speaks protocol {number}, this version {PROTOCOL}"
     if number < PROTOCOL:
         return CheckResult(
             "protocol",
             "failed",
-            found,
+            finding,
             "update blocktrain on the coordinator's machine, or install its older version here",
         )
     if number > PROTOCOL:
         return CheckResult(
             "protocol",
             "failed",
-            found,
+            finding,
             "update blocktrain on this machine to the coordinator's version",
         )
     return CheckResult("protocol", "ok", f"{number}, on both sides")
@@ -467,27 +473,27 @@ def judge_clock(skew: float, uncertain: float) -> CheckResult:
         return CheckResult(
             "clock", "ok", f"{abs(skew):.1f} s from the coordinator's (to within {uncertain:.2g} s)"
         )
-    found = (
+    finding = (
         f"this clock is {_span(abs(skew))} {'behind' if skew > 0 else 'ahead of'} the coordinator's"
     )
     fix = (
         "set the clock that is wrong (Linux: `sudo timedatectl set-ntp true`): certificates and "
         "signed manifests expire by it, and times in logs and in the ledger would not match"
     )
-    return CheckResult("clock", "failed" if abs(skew) > CLOCK_FAILS else "warning", found, fix)
+    return CheckResult("clock", "failed" if abs(skew) > CLOCK_FAILS else "warning", finding, fix)
 
 
 def judge_round_trip(times: list[float]) -> CheckResult:
     """How long small calls take on an open connection."""
-    found = f"{median(times) * 1000:.1f} ms (median of {len(times)})"
+    finding = f"{median(times) * 1000:.1f} ms (median of {len(times)})"
     if median(times) > SLOW_ANSWER:
         return CheckResult(
             "round_trip",
             "warning",
-            found,
+            finding,
             "the connection or the coordinator is overloaded: tasks begin and end late",
         )
-    return CheckResult("round_trip", "ok", found)
+    return CheckResult("round_trip", "ok", finding)
 
 
 def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
@@ -499,49 +505,53 @@ def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
             f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate",
         )
     rate = received / max(seconds, 1e-9)
-    found = f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
+    finding = (
+        f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
+    )
     if rate < SLOWEST:
         return CheckResult(
             "download",
             "failed",
-            found,
+            finding,
             f"use a faster connection: below {amount(SLOWEST)}/s the coordinator hangs up",
         )
     if corpus / rate > LONG_FETCH:
         return CheckResult(
             "download",
             "warning",
-            found,
+            finding,
             "only the first start takes that long: afterwards the corpus is in the cache",
         )
-    return CheckResult("download", "ok", found)
+    return CheckResult("download", "ok", finding)
 
 
 def judge_speed(
     step: float, task_seconds: float, task_steps: int | None, round_seconds: float
 ) -> CheckResult:
     """How long a task takes at `step` seconds a step. 0 seconds: not known."""
-    found = f"{step * 1000:.3g} ms a step of block 1"
+    finding = f"{step * 1000:.3g} ms a step of block 1"
     if not task_seconds and task_steps is None:
         return CheckResult(
-            "speed", "ok", f"{found}; the coordinator does not say how long a task is"
+            "speed", "ok", f"{finding}; the coordinator does not say how long a task is"
         )
     steps = task_steps or max(1, int(task_seconds / step))
-    found += f": {'tasks of' if task_steps else 'about'} {steps} steps, {_span(steps * step)} each"
+    finding += (
+        f": {'tasks of' if task_steps else 'about'} {steps} steps, {_span(steps * step)} each"
+    )
     late = "its updates come late and count less or not at all"
     if round_seconds and steps * step > round_seconds:
         fix = (
             "use a faster device, or ask for a run with smaller blocks or tasks: "
             f"a round lasts {_span(round_seconds)}, {late}"
         )
-        return CheckResult("speed", "warning", found, fix)
+        return CheckResult("speed", "warning", finding, fix)
     if task_steps is None and step > task_seconds:
         fix = (
             f"use a faster device, or ask for a longer --task-seconds than {_span(task_seconds)}: "
             f"even one step takes longer, {late}"
         )
-        return CheckResult("speed", "warning", found, fix)
-    return CheckResult("speed", "ok", found)
+        return CheckResult("speed", "warning", finding, fix)
+    return CheckResult("speed", "ok", finding)
 
 
 def _span(seconds: float) -> str:

@@ -60,7 +60,7 @@ class _Checklist:
 
     def __init__(self, options: DoctorOptions, clock: Clock) -> None:
         self.options, self._clock = options, clock
-        self.done: dict[str, CheckResult] = {}
+        self.results: dict[str, CheckResult] = {}
         self.train_device = "cpu"
         self.probe: probes.CoordinatorProbe | None = None
         self.health: HttpAnswer | httpx2.HTTPError | None = None
@@ -85,51 +85,51 @@ class _Checklist:
             for check in [*first, *remote, self.memory, self.disk, *text, *last]
         }
 
-    def run(self, done: Queue[CheckResult]) -> None:
+    def run(self, queue: Queue[CheckResult]) -> None:
         """All checks, one after another."""
         for name, check in self.checks().items():
             try:
-                found = check()
+                result = check()
             except _Skip as why:
-                found = CheckResult(name, "skipped", str(why))
+                result = CheckResult(name, "skipped", str(why))
             except BlockTrainError as error:
-                found = diagnosis.from_error(name, error)
+                result = diagnosis.from_error(name, error)
             except httpx2.HTTPError as error:
-                found = CheckResult(
+                result = CheckResult(
                     name,
                     "failed",
                     f"the connection broke ({str(error) or type(error).__name__})",
                     "try again; the connection is not stable",
                 )
             except Exception as error:  # whatever it is, the other checks go on
-                found = CheckResult(
+                result = CheckResult(
                     name,
                     "failed",
                     f"{type(error).__name__}: {error}"[:300],
                     "fix this first: a worker would fail in the same way",
                 )
-            self.done[name] = found
-            done.put(found)
+            self.results[name] = result
+            queue.put(result)
         if self.probe is not None:
             self.probe.close()
 
-    def _after(self, *names: str) -> None:
+    def _require(self, *names: str) -> None:
         for name in names:
-            if self.done[name].state == "skipped":
-                raise _Skip(self.done[name].found)
-            if self.done[name].state == "failed":
+            if self.results[name].state == "skipped":
+                raise _Skip(self.results[name].found)
+            if self.results[name].state == "failed":
                 raise _Skip(f"cannot be checked while `{name}` fails")
 
-    def _connected(self, *names: str) -> probes.CoordinatorProbe:
-        self._after("address", *names)
+    def _require_connection(self, *names: str) -> probes.CoordinatorProbe:
+        self._require("address", *names)
         if self.probe is None:
             raise _Skip("there is no connection")
         return self.probe
 
     def _manifest(self) -> Manifest:
-        self._after("token")
+        self._require("token")
         if self.manifest is None:
-            self._after("protocol")
+            self._require("protocol")
             raise _Skip("the run's manifest cannot be read")
         return self.manifest
 
@@ -155,24 +155,26 @@ class _Checklist:
 
     def device(self) -> CheckResult:
         """It computes."""
-        self._after("torch")
+        self._require("torch")
         try:
             self.train_device, what = probes.find_device(self.options.device)
         except RuntimeError as error:
-            found = f"--device {self.options.device} cannot compute ({str(error).splitlines()[0]})"[
-                :300
-            ]
+            problem = (
+                f"--device {self.options.device} cannot compute ({str(error).splitlines()[0]})"[
+                    :300
+                ]
+            )
             return CheckResult(
                 "device",
                 "failed",
-                found,
+                problem,
                 "use --device cpu, or install a torch made for this device",
             )
         return CheckResult("device", "ok", f"{self.train_device} ({what})")
 
     def memory(self) -> CheckResult:
         """Enough for any block of the run, if it is known."""
-        self._after("torch")
+        self._require("torch")
         from blocktrain.worker.command import parse_bytes
         from blocktrain.worker.task import footprint
 
@@ -182,9 +184,9 @@ class _Checklist:
             if self.config.fusion is not None:
                 needed["the fusion block"] = footprint(self.config, self.config.fusion)
         has, free = probes.memory_of(self.train_device)
-        asked = self.options.memory
+        option = self.options.memory
         return diagnosis.judge_memory(
-            parse_bytes(asked) if asked else has, free, needed, asked=bool(asked)
+            parse_bytes(option) if option else has, free, needed, is_option=bool(option)
         )
 
     def disk(self) -> CheckResult:
@@ -198,7 +200,7 @@ class _Checklist:
         if self.manifest is not None:
             weights = [block.weights.length for block in self.manifest.blocks]
             corpus = (self.manifest.corpus.train, self.manifest.corpus.valid)
-            cached = self.done["torch"].good and len(
+            cached = self.results["torch"].good and len(
                 probes.cached_corpus(folder, self.manifest.corpus)
             ) == len(corpus)
             needed = (
@@ -223,19 +225,19 @@ class _Checklist:
                 f"{address.host} port {address.port}, by the proxy that the environment names",
             )
         try:
-            found = self.probe.addresses()
+            addresses = self.probe.addresses()
         except OSError as error:
             return diagnosis.judge_unknown_host(address, error)
         return CheckResult(
             "address",
             "ok",
             f"{address.host} port {address.port}"
-            + (f" is {', '.join(found)}" if found != [address.host] else ""),
+            + (f" is {', '.join(addresses)}" if addresses != [address.host] else ""),
         )
 
     def port(self) -> CheckResult:
         """The port accepts connections."""
-        probe = self._connected()
+        probe = self._require_connection()
         if probe.proxy:
             return CheckResult("port", "ok", "the proxy connects")
         try:
@@ -245,7 +247,7 @@ class _Checklist:
 
     def tls(self) -> CheckResult:
         """Both sides speak it, and the certificate is trusted; or neither does."""
-        probe = self._connected("port")
+        probe = self._require_connection("port")
         address = probe.address
         if address.scheme == "https":
             if probe.proxy:
@@ -268,11 +270,11 @@ class _Checklist:
 
     def coordinator(self) -> CheckResult:
         """The service that answers is a coordinator."""
-        probe = self._connected("tls")
+        probe = self._require_connection("tls")
         try:
-            found = self.health or probe.get("/healthz")
-            if isinstance(found, httpx2.HTTPError):
-                raise found
+            health = self.health or probe.get("/healthz")
+            if isinstance(health, httpx2.HTTPError):
+                raise health
         except httpx2.TimeoutException:
             return diagnosis.judge_silent(probe.address, probes.TIMEOUT)
         except httpx2.ProxyError as error:
@@ -284,34 +286,36 @@ class _Checklist:
             return diagnosis.judge_stranger(
                 probe.address, f"not HTTP: {str(error) or type(error).__name__}"
             )
-        self.health = found
-        return diagnosis.judge_health(probe.address, found)
+        self.health = health
+        return diagnosis.judge_health(probe.address, health)
 
     # The run
 
     def token(self) -> CheckResult:
         """The coordinator tells about its run."""
-        self.answer = self._connected("coordinator").get("/v1/run")
-        return diagnosis.judge_token(self.answer, given=bool(self.options.token))
+        self.answer = self._require_connection("coordinator").get("/v1/run")
+        return diagnosis.judge_token(self.answer, has_token=bool(self.options.token))
 
     def protocol(self) -> CheckResult:
         """Both sides speak the same one. Another version's manifest is read as far as possible."""
-        self._after("token")
+        self._require("token")
         if self.answer is None or self.answer.status != 200:
             raise _Skip("there is no run yet")
         value = self.answer.value
-        found = diagnosis.judge_protocol(value.get("protocol") if isinstance(value, dict) else None)
+        result = diagnosis.judge_protocol(
+            value.get("protocol") if isinstance(value, dict) else None
+        )
         try:
             self.manifest = read(Manifest, self.answer.body, MAX_REPLY)
         except Refused as error:
-            if found.good:
+            if result.good:
                 return CheckResult(
                     "protocol",
                     "failed",
                     f"the run's manifest cannot be read ({error.detail})"[:300],
                     _INSTALL,
                 )
-        return found
+        return result
 
     def fingerprint(self) -> CheckResult:
         """The settings mean the same here."""
@@ -327,8 +331,8 @@ class _Checklist:
             )
         if config.fingerprint != manifest.fingerprint:
             mine, theirs = config.fingerprint[:12], manifest.fingerprint[:12]
-            found = f"the run's settings mean something else here ({mine}, not {theirs})"
-            return CheckResult("fingerprint", "failed", found, _INSTALL)
+            problem = f"the run's settings mean something else here ({mine}, not {theirs})"
+            return CheckResult("fingerprint", "failed", problem, _INSTALL)
         self.config = config
         return CheckResult(
             "fingerprint", "ok", f"{config.fingerprint[:12]}, run {manifest.run[:12]}"
@@ -351,11 +355,13 @@ class _Checklist:
             )
         known = self.options.cache / "runs" / manifest.run / "coordinator.key"
         if known.exists() and known.read_text(encoding="ascii") != manifest.coordinator:
-            found = f"this is not the coordinator that the run began with: {known} has another key"
+            problem = (
+                f"this is not the coordinator that the run began with: {known} has another key"
+            )
             return CheckResult(
                 "signature",
                 "failed",
-                found,
+                problem,
                 "ask its operator; if the change is right, delete that file",
             )
         return CheckResult(
@@ -366,7 +372,7 @@ class _Checklist:
 
     def clock(self) -> CheckResult:
         """Not far from the coordinator's."""
-        self._connected("coordinator")
+        self._require_connection("coordinator")
         answer = self.answer if self.manifest else self.health
         issued = self.manifest.issued if self.manifest else None
         skew = diagnosis.clock_skew(answer, issued) if isinstance(answer, HttpAnswer) else None
@@ -376,12 +382,12 @@ class _Checklist:
 
     def round_trip(self) -> CheckResult:
         """How fast small calls are."""
-        return diagnosis.judge_round_trip(self._connected("coordinator").round_trips())
+        return diagnosis.judge_round_trip(self._require_connection("coordinator").round_trips())
 
     def download(self) -> CheckResult:
         """How fast large ones are."""
         corpus = self._manifest().corpus
-        received, seconds = self._connected("coordinator").download(
+        received, seconds = self._require_connection("coordinator").download(
             corpus.train.sha256, corpus.train.length
         )
         return diagnosis.judge_download(
@@ -397,20 +403,20 @@ class _Checklist:
     def corpus(self) -> CheckResult:
         """The copy in the cache, if there is one, is the run's."""
         corpus = self._manifest().corpus
-        self._after("torch")
+        self._require("torch")
         copies = probes.cached_corpus(self.options.cache, corpus)
         what = f"{corpus.name}, {amount(corpus.train.length + corpus.valid.length)}"
         if damaged := [
-            str(path) for path, wanted in copies.items() if probes.hash_of_file(path) != wanted
+            str(path) for path, digest in copies.items() if probes.hash_of_file(path) != digest
         ]:
-            found = (
+            problem = (
                 f"{what}: the copy in the cache is damaged, "
                 f"{' and '.join(damaged)} has another hash than the run's"
             )
             return CheckResult(
                 "corpus",
                 "failed",
-                found,
+                problem,
                 f"delete {' and '.join(damaged)}; the worker then fetches it again",
             )
         if len(copies) < 2:
@@ -422,7 +428,7 @@ class _Checklist:
         if not self.options.url:
             raise _Skip("name a coordinator's address to compare it with")
         manifest = self._manifest()
-        self._after("torch")
+        self._require("torch")
         run = manifest.corpus
         if probes.corpus_hashes(
             self.options.data, self.options.data_folder, self.options.cache
@@ -442,12 +448,12 @@ class _Checklist:
 
     def speed(self) -> CheckResult:
         """What a task would be."""
-        self._after("torch", "device", "fingerprint", "memory")
+        self._require("torch", "device", "fingerprint", "memory")
         if self.config is None:
             raise _Skip("the run's settings are not known")
         step = probes.seconds_per_step(self.config, self.train_device, self._clock)
         try:
-            status = read(Status, self._connected().get("/v1/status").body, MAX_REPLY)
+            status = read(Status, self._require_connection().get("/v1/status").body, MAX_REPLY)
         except (Refused, httpx2.HTTPError):
             return diagnosis.judge_speed(step, 0.0, None, 0.0)
         lasts = [
@@ -461,18 +467,18 @@ class _Checklist:
 def examine(options: DoctorOptions, clock: Clock | None = None) -> Iterator[CheckResult]:
     """Every check when it is done. If one hangs (DNS, a disk, a driver), the rest is skipped."""
     clock = clock or SystemClock()
-    checklist, done = _Checklist(options, clock), Queue[CheckResult]()
-    threading.Thread(target=checklist.run, args=(done,), name="doctor", daemon=True).start()
+    checklist, queue = _Checklist(options, clock), Queue[CheckResult]()
+    threading.Thread(target=checklist.run, args=(queue,), name="doctor", daemon=True).start()
     end = clock.monotonic() + LOADING
     names = list(checklist.checks())
     for index, name in enumerate(names):
         try:
-            yield done.get(timeout=max(0.0, end - clock.monotonic()))
+            yield queue.get(timeout=max(0.0, end - clock.monotonic()))
         except Empty:
-            yield diagnosis.judge_unended(name)
+            yield diagnosis.judge_timeout(name)
             yield from (
-                CheckResult(left, "skipped", f"`{name}` took all the time")
-                for left in names[index + 1 :]
+                CheckResult(later, "skipped", f"`{name}` took all the time")
+                for later in names[index + 1 :]
             )
             return
         if name == "torch":
@@ -499,7 +505,7 @@ def show(options: DoctorOptions, *, as_json: bool) -> bool:
 
 
 def _render(check: CheckResult) -> Text:
-    said = Text.assemble(
+    line = Text.assemble(
         (f"{check.state:<8}", _COLOURS[check.state]), f" {check.name:<12} {check.found}"
     )
-    return said.append(f"\n{'':<22}{check.fix}") if check.fix else said
+    return line.append(f"\n{'':<22}{check.fix}") if check.fix else line

@@ -65,8 +65,8 @@ class CoordinatorProbe:
 
     def addresses(self) -> list[str]:
         """The IP addresses of the host."""
-        found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(item[4][0]) for item in found))
+        entries = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(item[4][0]) for item in entries))
 
     def connect(self) -> str:
         """Connects, and returns the IP address that was reached."""
