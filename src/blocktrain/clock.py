@@ -1,6 +1,6 @@
 """Time as an object: every deadline, timestamp and wait of coordinator and worker goes through it.
 
-The system's clock is one implementation. The simulated one stands still until somebody moves it,
+The system's clock is one implementation. The simulated one stands still until a caller moves it,
 so that a test or a simulation decides what time it is.
 """
 
@@ -39,7 +39,7 @@ class SystemClock:
 
 
 class SimulatedClock:
-    """Whoever sleeps or waits moves it: nothing takes real time.
+    """A sleep or a wait moves it forward: nothing takes real time.
 
     `now` is the monotonic time, and `epoch` the wall time when it was 0. Both may be set.
     """

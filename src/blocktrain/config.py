@@ -87,21 +87,21 @@ TOKENIZERS = {"bytes"}
 """Names of the tokenizers. `learning.tokenizer.register` adds to them."""
 
 
-def known_composition(name: str) -> str:
+def require_composition(name: str) -> str:
     if name not in TRAITS:
         raise ValueError(f"must be {_alternatives(map(repr, TRAITS))}")
     return name
 
 
-def known_tokenizer(name: str) -> str:
+def require_tokenizer(name: str) -> str:
     if name not in TOKENIZERS:
         raise ValueError(f"must be {_alternatives(map(repr, sorted(TOKENIZERS)))}")
     return name
 
 
-def known_device(name: str) -> str:
+def require_device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?|mps|auto", name):
-        raise ValueError("is none of cpu, cuda, cuda:N, mps and auto")
+        raise ValueError("must be cpu, cuda, cuda:N, mps or auto")
     return name
 
 
@@ -131,7 +131,7 @@ class Config(BaseModel):
     """Tokens a position is embedded with: its own and those just before it."""
     z_width: int = Field(default=128, ge=2, le=16384)
     """Width of the target table (used by objective=denoise)."""
-    tokenizer: Annotated[str, AfterValidator(known_tokenizer)] = "bytes"
+    tokenizer: Annotated[str, AfterValidator(require_tokenizer)] = "bytes"
     """How text becomes tokens. bytes: every byte is a token."""
 
     objective: Objective = "next"
@@ -140,7 +140,7 @@ class Config(BaseModel):
     skip: Literal["exact", "edm"] = "exact"
     """How the noised target enters the output: Bayes' rule in logit space, or EDM's skip, as in
     the paper."""
-    compose: Annotated[str, AfterValidator(known_composition)] = Field(
+    compose: Annotated[str, AfterValidator(require_composition)] = Field(
         default="fuse",
         description="How blocks become one model. "
         + " ".join(f"{traits.name}: {traits.summary}." for traits in TRAITS.values()),
@@ -196,7 +196,7 @@ class Config(BaseModel):
     """own: every block reads the corpus in its own order. shared: all read the same batches."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of everything random."""
-    device: Annotated[str, AfterValidator(known_device)] = "cpu"
+    device: Annotated[str, AfterValidator(require_device)] = "cpu"
     """cpu, cuda, cuda:N, mps, or auto (the best there is)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the forward pass (autocast); weights and optimizer stay float32."""
@@ -206,7 +206,7 @@ class Config(BaseModel):
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"heads={self.heads} must divide width={self.width} into even parts; "
-                f"try {_fitting(self.width, self.heads)}"
+                f"try {_suggest_heads(self.width, self.heads)}"
             )
         if self.sigma_min >= self.sigma_max:
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
@@ -337,9 +337,10 @@ def _alternatives(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _fitting(width: int, heads: int) -> str:
+def _suggest_heads(width: int, heads: int) -> str:
     if width % 2:
-        return f"width={width + 1} with heads={_fitting(width + 1, heads).removeprefix('heads=')}"
+        even = _suggest_heads(width + 1, heads)
+        return f"width={width + 1} with {even}"
     return f"heads={next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0)}"
 
 

@@ -11,11 +11,11 @@ BlockTrainError
 ├── Conflict         the stored state does not allow this change; nothing was changed
 ├── Damaged          stored bytes do not match their hash or the chain of the ledger
 ├── IdentityError    a key file is missing, damaged, readable by others, or cannot be written
-├── Unreachable      nobody answers, or not in this protocol; try again later
+├── Unreachable      no answer, or not in this protocol; try again later
 ├── Interrupted      the user stopped the work; everything up to the last checkpoint is saved
 ├── Refused          a coordinator's refusal, with a stable code (protocol/refusals.py)
 ├── FrameError       a frame between stages is invalid, with a stable code (protocol/frames.py)
-├── StageLost        a stage is gone or does not answer in time (serving/line)
+├── StageLost        a stage has ended or does not answer in time (serving/line)
 └── StageRefused     a stage's refusal, with a stable code (serving/line)
 """
 
@@ -65,7 +65,7 @@ class IdentityError(BlockTrainError):
 
 
 class Unreachable(BlockTrainError):
-    """Nobody answers, or not in this protocol; try again later."""
+    """No answer, or not in this protocol; try again later."""
 
 
 class Interrupted(BlockTrainError):

@@ -47,24 +47,24 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._parent = multiprocessing.parent_process()
-        self._stopping = False
+        self._stop_requested = False
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, *_: object) -> None:
-        self._stopping = True
+        self._stop_requested = True
 
     @property
-    def stopped(self) -> bool:
-        """Whether to save and end now: the parent asked for it, or is gone."""
-        return self._stopping or self._parent is None or not self._parent.is_alive()
+    def should_stop(self) -> bool:
+        """Whether to save and end now: the parent asked for it, or has ended."""
+        return self._stop_requested or self._parent is None or not self._parent.is_alive()
 
     def send(self, **fields: Any) -> None:
-        """Send the parent a message. If it is gone, `stopped` becomes true."""
+        """Send the parent a message. If it has ended, `should_stop` becomes true."""
         try:
             self._connection.send(fields)
         except (BrokenPipeError, ConnectionResetError):
-            self._stopping = True
+            self._stop_requested = True
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def die(channel: Channel) -> None:
 def wait_and_save(channel: Channel, path: Path) -> None:
     """Runs until it is told to stop; then says so in a file and to its parent."""
     channel.send(ready=True)
-    while not channel.stopped:
+    while not channel.should_stop:
         time.sleep(0.005)
     path.write_text("saved")
     channel.send(saved=True)

@@ -336,7 +336,7 @@ BAD_INPUT = [
     (["train", "--data", ""], "no corpus ''"),
     (
         ["train", "--device", "tpu"],
-        "device: is none of cpu, cuda, cuda:N, mps and auto (got 'tpu')",
+        "device: must be cpu, cuda, cuda:N, mps or auto (got 'tpu')",
     ),
     (["train", "--preset", "paper", "--sigma-data", "1e300"], "sigma_data: must be at most"),
     (["train", "--preset", "paper", "--sigma-max", "1e308"], "sigma_max: must be at most"),
@@ -360,7 +360,7 @@ BAD_INPUT = [
     (["train", "--data", "notes\udcff.txt"], "no corpus"),
     (
         ["evaluate", "full", "--device", "gpu"],
-        "device='gpu' is none of cpu, cuda, cuda:N, mps and auto",
+        "device='gpu' must be cpu, cuda, cuda:N, mps or auto",
     ),
     (["generate", "full", "--max-tokens", "0"], "--max-tokens: must be at least 1 (got 0)"),
     (["generate", "full", "--max-tokens", "3.9"], "--max-tokens: must be a whole number (got 3.9)"),

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from blocktrain.config import Config, Schedule, known_device
+from blocktrain.config import Config, Schedule, require_device
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning import data
@@ -54,7 +54,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: Sch
 def pick_device(name: str) -> torch.device:
     """The device by name; auto takes the best there is."""
     try:
-        known_device(name)
+        require_device(name)
     except ValueError as error:
         raise ConfigError(f"device={name!r} {error}") from None
     if name == "auto":

@@ -42,7 +42,7 @@ def work(channel: Channel, options: LocalWorker) -> None:
     reporter = ChannelReporter(channel, options.steps)
     with own_identity(options.cache) as identity:
         worker = Worker(client, options.cache, identity, machine, reporter.emit, shared=True)
-        worker.run(lambda: channel.stopped or reporter.coordinator_lost, lambda: reporter.done)
+        worker.run(lambda: channel.should_stop or reporter.coordinator_lost, lambda: reporter.done)
     if reporter.coordinator_lost:
         raise RunError(
             "the coordinator in the main process no longer answers; continue with --resume"

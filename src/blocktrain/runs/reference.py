@@ -58,7 +58,7 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
         if now - reported > REPORT_SECONDS or step == plan.config.steps:
             channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
             reported, losses = now, []
-        if channel.stopped:
+        if channel.should_stop:
             trainer.save(state)
             raise Interrupted("stopped; its state is saved: continue with --resume")
         if now - saved > CHECKPOINT_SECONDS:

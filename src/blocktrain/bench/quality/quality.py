@@ -190,7 +190,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             trainer.read([_version(setup, config, n, version) for n in range(1, reads + 1)])
         if step % 10 == 0 or step == config.steps:
             channel.send(step=step, steps=config.steps, loss=sum(losses) / len(losses))
-        if channel.stopped and step < config.steps:
+        if channel.should_stop and step < config.steps:
             trainer.save(state)
             raise Interrupted(STOPPED)
     publish(run, index, trainer.block)
@@ -286,7 +286,7 @@ def samples_job(channel: Channel, setup: Setup) -> None:
 def _going_on(channel: Channel, *, share: float) -> None:
     """Report how far a job is, and end it if it should stop, without waiting for minutes."""
     channel.send(share=share)
-    if channel.stopped and share < 1:
+    if channel.should_stop and share < 1:
         raise Interrupted(STOPPED)
 
 

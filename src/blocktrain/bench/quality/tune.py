@@ -82,7 +82,7 @@ def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
     ):
         if step % 10 == 0:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
-        if channel.stopped:
+        if channel.should_stop:
             raise Interrupted(
                 "stopped; finished trainings are kept: call the bench again to continue"
             )

@@ -229,7 +229,7 @@ def work(channel: Channel, job: WorkerJob) -> None:
     client = HttpClient(job.url)
     with own_identity(job.cache) as identity:
         Worker(client, job.cache, identity, Machine("cpu", 0, job.name), sheet.record).run(
-            lambda: channel.stopped
+            lambda: channel.should_stop
         )
     client.close()
     channel.send(**sheet.summary())
