@@ -20,8 +20,8 @@ from blocktrain.learning.model import (
     build_independent,
     build_reference,
     pool,
+    shift_by_one,
     target_table,
-    to_the_next,
 )
 from conftest import random_model, tiny_config
 
@@ -181,8 +181,8 @@ def test_fusion_reads_the_features_of_a_position_and_of_those_before_it() -> Non
     before, after = fusion.combine(TEXT, features, present), fusion.combine(TEXT, changed, present)
     assert torch.equal(before[:, :40], after[:, :40])
     assert not torch.allclose(before[:, 40], after[:, 40])
-    handed = to_the_next(features[0], None)
-    assert torch.equal(handed[:, 1:], features[0, :, :-1]) and not handed[:, 0].any()
+    shifted = shift_by_one(features[0], None)
+    assert torch.equal(shifted[:, 1:], features[0, :, :-1]) and not shifted[:, 0].any()
 
 
 def test_corrections_pass_through_the_head_of_a_missing_block_too() -> None:

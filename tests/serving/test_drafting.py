@@ -19,7 +19,7 @@ from blocktrain.serving.entry.drafting import (
     expected_bytes,
     fan_sweep,
     ring_sweep,
-    swept_seconds,
+    sweep_seconds,
 )
 from conftest import random_model, tiny_config
 
@@ -88,10 +88,10 @@ def test_predicted_sweeps() -> None:
     assert expected_bytes(0.5, 3) == 1.875
     assert expected_bytes(1.0, 3) == 4
     assert exact_seconds(0.0, 0, 1.0, 0.08) == 0.08
-    assert swept_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx(
+    assert sweep_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx(
         (0.2 + 0.001 * (96 + 95 + 94)) / 96
     )
-    assert swept_seconds(1.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.1 + 0.001 * 96) / 96)
+    assert sweep_seconds(1.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx((0.1 + 0.001 * 96) / 96)
 
 
 def test_a_meter_learns_the_line_of_sweeps_and_forgets_an_old_one() -> None:
@@ -107,8 +107,8 @@ def drilled(sweep: float, draft: float, right: int, of: int) -> Pace:
     pace = Pace()
     for _ in range(60):
         pace.sweep.add(5, sweep)
-        pace.drafted(of, draft * of)
-        pace.verified(right, of)
+        pace.record_draft(of, draft * of)
+        pace.record_verification(right, of)
     return pace
 
 
@@ -120,6 +120,6 @@ def test_drafts_are_long_on_slow_lines_and_off_on_fast_ones() -> None:
     off = drilled(0.085, 0.0005, 0, 1)
     low = off.acceptance
     for _ in range(300):
-        off.skipped_draft()
+        off.record_skip()
     assert low < 0.3
     assert off.acceptance > 0.8

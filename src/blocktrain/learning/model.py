@@ -350,7 +350,7 @@ class FusionBlock(Block):
         x = (
             self.embed_tokens(tokens, cache.length if cache else 0, cache, 0)
             + self.mix(inputs)
-            + to_the_next(self.hand_on(inputs), cache)
+            + shift_by_one(self.hand_on(inputs), cache)
         )
         corrections = (
             self.correct(self.through_layers(x, cache) - x)
@@ -360,7 +360,7 @@ class FusionBlock(Block):
         return self.readout(normalized, present, corrections)
 
 
-def to_the_next(x: Tensor, cache: Cache | None) -> Tensor:
+def shift_by_one(x: Tensor, cache: Cache | None) -> Tensor:
     """(B, T, W) -> the same one position later; nothing precedes the first position of a window."""
     if not cache:
         return F.pad(x, (0, 0, 1, -1))

@@ -90,7 +90,7 @@ class Optimizers:
             {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        _spare_the_compiler()
+        _skip_compiler_import()
         self._parts: list[Optimizer] = [AdamW(groups, betas=(0.9, 0.95), fused=True)]
         if inside:
             self._parts.append(Muon(inside.values(), weight_decay=weight_decay))
@@ -124,7 +124,7 @@ class Optimizers:
             part.state.update({p: of_one for p, of_one in states.items() if p in own})
 
 
-def _spare_the_compiler() -> None:
+def _skip_compiler_import() -> None:
     """Mark what the compiler must skip, so that the first optimizer does not import the compiler.
 
     That import would take two seconds at every worker's start.

@@ -113,7 +113,7 @@ class FanBlocks:
 
     def __init__(self, config: Config, blocks: Mapping[int, IndependentBlock], model: str) -> None:
         self.facts = _facts(config, "blocks", blocks, model)
-        self.blocks = {number: _frozen(blocks[number]) for number in self.facts.blocks}
+        self.blocks = {number: _freeze(blocks[number]) for number in self.facts.blocks}
         self._noise = {
             n: middle_noise(config, n, b.embed.device) if b.skip == "exact" else None
             for n, b in self.blocks.items()
@@ -129,19 +129,22 @@ class FanBlocks:
 
     def work(self, parts: Sequence[Rows]) -> list[Tensor]:
         """Every block over the rows of all sessions that ask for it."""
-        found: list[list[Tensor]] = [[] for _ in parts]
+        features: list[list[Tensor]] = [[] for _ in parts]
         for number, block in self.blocks.items():
-            asked = [i for i, part in enumerate(parts) if number in part.blocks]
-            if not asked:
+            members = [i for i, part in enumerate(parts) if number in part.blocks]
+            if not members:
                 continue
-            ids, caches = [parts[i].ids for i in asked], [parts[i].memory[number] for i in asked]
-            _truncate(caches, [parts[i].start for i in asked])
+            ids, caches = (
+                [parts[i].ids for i in members],
+                [parts[i].memory[number] for i in members],
+            )
+            _truncate(caches, [parts[i].start for i in members])
             sizes = [tokens.shape[1] for tokens in ids]
             x = through_layers(block, embed(block, ids, caches, self._noise[number]), sizes, caches)
-            for i, rows in zip(asked, x.split(sizes, dim=1), strict=True):
-                found[i].append(rows)
+            for i, rows in zip(members, x.split(sizes, dim=1), strict=True):
+                features[i].append(rows)
         return [
-            _last(torch.cat(rows), part.wanted) for rows, part in zip(found, parts, strict=True)
+            _last(torch.cat(rows), part.wanted) for rows, part in zip(features, parts, strict=True)
         ]
 
 
@@ -162,7 +165,7 @@ class ReferenceLayers:
         first, last = self.facts.blocks[0], self.facts.blocks[-1]
         each = config.layers_per_block
         reference.layers = nn.ModuleList(list(reference.layers)[(first - 1) * each : last * each])
-        self.block = _frozen(reference)
+        self.block = _freeze(reference)
         self.first, self.last = first == 1, last == config.blocks
         self.state_width, self.pass_width = (0 if self.first else config.width), config.width
 
@@ -183,11 +186,11 @@ class ReferenceLayers:
             x = embed(self.block, [part.ids for part in parts], caches)
         else:
             x = torch.cat([part.state for part in parts if part.state is not None], dim=1)
-        found = through_layers(self.block, x, sizes, caches).split(sizes, dim=1)
-        wanted = [_last(rows, part.wanted) for rows, part in zip(found, parts, strict=True)]
+        streams = through_layers(self.block, x, sizes, caches).split(sizes, dim=1)
+        answers = [_last(rows, part.wanted) for rows, part in zip(streams, parts, strict=True)]
         if not self.last:
-            return wanted
-        x = torch.cat(wanted, dim=1)
+            return answers
+        x = torch.cat(answers, dim=1)
         logits = (
             self.block(x) if x.shape[1] else x.new_zeros(1, 0, self.facts.vocabulary)
         )  # of a long RUN's first piece nothing may be wanted
@@ -204,7 +207,7 @@ class EulerSteps:
         self.config = config
         self.facts = _facts(config, "blocks", blocks, model)
         _require_neighbours(self.facts.blocks)
-        self.blocks = {number: _frozen(blocks[number]) for number in self.facts.blocks}
+        self.blocks = {number: _freeze(blocks[number]) for number in self.facts.blocks}
         self.table = target_table(config).to(next(iter(self.blocks.values())).embed.device)
         self.last = self.facts.blocks[-1] == config.blocks
         self.state_width = self.pass_width = config.z_width
@@ -261,8 +264,8 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     """2-3 or 1,3 or 1,3-4 as numbers in order; nothing means all."""
     numbers: set[int] = set()
     for part in text.split(",") if text else []:
-        found = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
-        low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= low <= high:
             raise ConfigError(
                 f"--blocks {text!r} is no list of blocks, for example 2 or 2-3 or 1,3"
@@ -342,7 +345,7 @@ def _facts(
     )
 
 
-def _frozen(block: IndependentBlock) -> IndependentBlock:
+def _freeze(block: IndependentBlock) -> IndependentBlock:
     return block.requires_grad_(False).eval()
 
 
@@ -403,16 +406,16 @@ def through_layers(
     for number, layer in enumerate(block.layers):
 
         def look(q: Tensor, k: Tensor, v: Tensor, number: int = number) -> Tensor:
-            found, at = [], 0
+            outputs, at = [], 0
             for mask, start, size, cache in zip(masks, starts, sizes, caches, strict=True):
                 own = slice(at, at + size)
-                found.append(
+                outputs.append(
                     attend_cached(
                         q[:, :, own], k[:, :, own], v[:, :, own], mask, cache.data[number], start
                     )
                 )
                 at += size
-            return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
         x = layer(x, rotation, look)
     for cache, start, size in zip(caches, starts, sizes, strict=True):

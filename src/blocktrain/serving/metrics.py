@@ -20,7 +20,7 @@ from blocktrain.serving.request_queue import RequestQueue
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PER_SWEEP = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_COUNTED = (
+_COUNTERS = (
     ("text_bytes", "Bytes of text that were written."),
     ("sweeps", "Traversals of all blocks."),
     ("drafted", "Bytes that were drafted."),
@@ -38,13 +38,13 @@ class ServingMetrics:
     def __init__(self, status: Callable[[], dict[str, Any]], queue: RequestQueue) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter(
-            "http_requests", "Answers; status 499 is for those who hung up.", "route", "status"
+            "http_requests", "Answers; status 499: the client disconnected.", "route", "status"
         )
         self._request_seconds = self._histogram(
             "http_request_seconds", "From a request to the end of its answer.", SECONDS, "route"
         )
-        self._left = self._counter("cancelled", "Answers that nobody waited for any more.")
-        self._failed = self._counter("failed", "Streams that ended with an error.", "code")
+        self._disconnects = self._counter("cancelled", "Answers whose client disconnected.")
+        self._failures = self._counter("failed", "Streams that ended with an error.", "code")
         self._answers = self._counter(
             "answers", "Choices that were written, by how.", "mode", "finish"
         )
@@ -54,7 +54,7 @@ class ServingMetrics:
         self._per_sweep = self._histogram(
             "accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP
         )
-        self._counted = {name: self._counter(name, text) for name, text in _COUNTED}
+        self._counters = {name: self._counter(name, text) for name, text in _COUNTERS}
         self._registry.register(_ServingState(status, queue))
         ProcessCollector(registry=self._registry)
 
@@ -68,20 +68,20 @@ class ServingMetrics:
             f"blocktrain_{name}", text, labels, buckets=bounds, registry=self._registry
         )
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
+    def count_answer(self, route: str, status: int, seconds: float) -> None:
         """Count an answer."""
         self._requests.labels(route, status).inc()
         self._request_seconds.labels(route).observe(seconds)
 
-    def left(self) -> None:
-        """Count one that hung up."""
-        self._left.inc()
+    def count_disconnect(self) -> None:
+        """Count a client that disconnected."""
+        self._disconnects.inc()
 
-    def failed(self, code: str) -> None:
+    def count_failure(self, code: str) -> None:
         """Count a stream that ended with an error."""
-        self._failed.labels(code).inc()
+        self._failures.labels(code).inc()
 
-    def written(self, choice: TextChoice) -> None:
+    def count_choice(self, choice: TextChoice) -> None:
         """Count a choice, also one that was left unfinished."""
         stats = choice.stats
         if stats is None:
@@ -91,10 +91,10 @@ class ServingMetrics:
             self._first.labels(stats.mode).observe(stats.first_byte_ms / 1000)
         for count in stats.accepted_per_sweep:
             self._per_sweep.observe(count)
-        self._counted["text_bytes"].inc(choice.bytes)
-        self._counted["degraded_answers"].inc(bool(stats.degraded))
+        self._counters["text_bytes"].inc(choice.bytes)
+        self._counters["degraded_answers"].inc(bool(stats.degraded))
         for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
-            self._counted[name].inc(getattr(stats, name))
+            self._counters[name].inc(getattr(stats, name))
 
     def text(self) -> bytes:
         """All of it."""
@@ -106,17 +106,17 @@ class _ServingState(Collector):
         self._status, self._queue = status, queue
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is asked of an entry only to be registered."""
+        """Empty, so that registering does not call the entry."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Places and hosts as they are now."""
+        """Slots and hosts as they are now."""
         status = self._status()
         yield GaugeMetricFamily(
             "blocktrain_requests_running", "Requests that are being answered.", self._queue.running
         )
         yield GaugeMetricFamily(
-            "blocktrain_requests_waiting", "Requests that wait for a place.", self._queue.waiting
+            "blocktrain_requests_waiting", "Requests that wait for a slot.", self._queue.waiting
         )
         yield GaugeMetricFamily(
             "blocktrain_sessions", "Open sessions of the entry.", status["sessions"]
@@ -137,7 +137,7 @@ _OF_A_HOST: tuple[
     (
         "alive",
         GaugeMetricFamily,
-        "Whether the line to it stands.",
+        "Whether the connection to it is up.",
         lambda host: float(host["alive"]),
     ),
     (

@@ -52,14 +52,14 @@ _REFUSALS = {  # what the guard refuses, as OpenAI's clients know it
 
 @dataclass(frozen=True)
 class ServingRules:
-    """What one server serves, to whom, and how much of it."""
+    """The model of a server, its keys and its limits."""
 
     model: str
     keys: Keys = field(default_factory=Keys)
     defaults: m.Defaults = field(default_factory=m.Defaults)
     max_requests: int = 8
     queue: int = 32
-    any_name: bool = False  # answer to any Host header: strangers are allowed anyway
+    any_name: bool = False  # answer to any Host header: everyone has access anyway
 
 
 class ServingFront(Front):
@@ -78,10 +78,10 @@ class ServingFront(Front):
                 "without API keys this server answers to localhost or its address only",
                 "wrong_host",
             )
-        given = request.headers.get("authorization", "")
-        if access == "anyone" or keys.allow(given):
+        authorization = request.headers.get("authorization", "")
+        if access == "anyone" or keys.allow(authorization):
             return
-        if not given.partition(" ")[2].strip():
+        if not authorization.partition(" ")[2].strip():
             raise ApiError(
                 401,
                 "this server wants an API key: send it as `Authorization: Bearer KEY`",
@@ -97,7 +97,7 @@ class ServingFront(Front):
         return error_response(as_api_error(error))
 
     def count(self, method: str, path: str, status: int, seconds: float) -> None:
-        self._metrics.answered(path, status, seconds)
+        self._metrics.count_answer(path, status, seconds)
 
 
 def build_app(entry: Entry, rules: ServingRules) -> Starlette:
@@ -149,8 +149,8 @@ class OpenAIApi:
         """GET /readyz: ready, degraded (200) or unavailable (503), and by which blocks."""
         able, missing = self._able()
         state = "ready" if not missing else "degraded" if able else "unavailable"
-        said = f"{state}: {name_blocks(missing)}" if missing else state
-        body = {"state": state, "status": said, "missing_blocks": missing}
+        sentence = f"{state}: {name_blocks(missing)}" if missing else state
+        body = {"state": state, "status": sentence, "missing_blocks": missing}
         return JSONResponse(body, 200 if able else 503)
 
     def _able(self) -> tuple[bool, list[int]]:
@@ -218,10 +218,12 @@ class OpenAIApi:
             raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
         content = await self.front.read_body(request, MAX_BODY)
         job = m.completion_job(m.read_completion(content), self.rules.model, self.rules.defaults)
-        return await _while_connected(request.receive, self._write(job, send), self.metrics.left)
+        return await _while_connected(
+            request.receive, self._write(job, send), self.metrics.count_disconnect
+        )
 
     async def _write(self, job: CompletionJob, send: Send) -> Response | None:
-        """All choices of an order, in one piece or as they come."""
+        """All choices of a job, in one piece or as a stream."""
         async with self.slots.slot(), aclosing(_pieces(self.entry, job)) as pieces:
             choices = [TextChoice(index) for index in range(len(job.requests))]
             try:
@@ -235,17 +237,17 @@ class OpenAIApi:
                 async for piece in pieces:
                     _take(choices, piece)
                 missing = {block for one in choices if one.stats for block in one.stats.degraded}
-                return JSONResponse(m.completed(job, choices), headers=degraded_header(missing))
+                return JSONResponse(m.response_body(job, choices), headers=degraded_header(missing))
             finally:
                 for choice in choices:
-                    self.metrics.written(choice)
+                    self.metrics.count_choice(choice)
 
     async def _stream(
         self,
         job: CompletionJob,
         choices: list[TextChoice],
-        first: _Numbered,
-        pieces: AsyncGenerator[_Numbered],
+        first: _IndexedPiece,
+        pieces: AsyncGenerator[_IndexedPiece],
         send: Send,
     ) -> None:
         # A block may be lost later, in the stream: its chunks say so too.
@@ -263,12 +265,12 @@ class OpenAIApi:
             async for piece in pieces:
                 await say(_chunk(job, choices, piece))
         except BlockTrainError as error:
-            failed = as_api_error(error)
-            self.metrics.failed(failed.code)
-            await say(m.event(failed.body), more=False)
+            api_error = as_api_error(error)
+            self.metrics.count_failure(api_error.code)
+            await say(m.event(api_error.body), more=False)
             return
-        ending = m.last_chunk(job, choices) if job.usage else b""
-        await say(ending + m.DONE, more=False)
+        tail = m.last_chunk(job, choices) if job.usage else b""
+        await say(tail + m.DONE, more=False)
 
 
 def degraded_header(missing: Iterable[int]) -> dict[str, str]:
@@ -277,40 +279,40 @@ def degraded_header(missing: Iterable[int]) -> dict[str, str]:
     return {"X-BlockTrain-Degraded": name_blocks(blocks)} if blocks else {}
 
 
-_Numbered = tuple[int, Piece] | None  # which choice; None: nothing new, still alive
+_IndexedPiece = tuple[int, Piece] | None  # (choice, piece); None: send a keep-alive
 
 
-def _take(choices: list[TextChoice], numbered: _Numbered) -> None:
-    if numbered is not None:
-        choices[numbered[0]].take(numbered[1])
+def _take(choices: list[TextChoice], item: _IndexedPiece) -> None:
+    if item is not None:
+        choices[item[0]].take(item[1])
 
 
-def _chunk(job: CompletionJob, choices: list[TextChoice], numbered: _Numbered) -> bytes:
-    """A piece as it is sent; nothing while a character is not whole."""
-    if numbered is None:
+def _chunk(job: CompletionJob, choices: list[TextChoice], item: _IndexedPiece) -> bytes:
+    """A piece as it is sent; empty while a character is incomplete."""
+    if item is None:
         return ALIVE
-    choice = choices[numbered[0]]
-    text = choice.take(numbered[1])
+    choice = choices[item[0]]
+    text = choice.take(item[1])
     return m.chunk(job, choice, text) if text or choice.finish else b""
 
 
-async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_Numbered]:
+async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_IndexedPiece]:
     """The pieces of all choices as they come.
 
     Closing it closes all choices, and an error of one ends all.
     """
-    arrived: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(AHEAD)
+    arrivals: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(AHEAD)
 
     async def pump(index: int) -> None:
         try:
             async with aclosing(entry.generate(job.requests[index])) as pieces:
                 async for piece in pieces:
-                    await arrived.put(
+                    await arrivals.put(
                         (index, replace(piece, stats=replace(piece.stats)))
                     )  # as it is now, not when it is sent
-            await arrived.put(None)
+            await arrivals.put(None)
         except Exception as error:
-            await arrived.put(error)
+            await arrivals.put(error)
 
     pumps = [asyncio.create_task(pump(index)) for index in range(len(job.requests))]
     open_ = len(pumps)
@@ -318,16 +320,16 @@ async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_Numbered]
         while open_:
             try:
                 async with asyncio.timeout(sse.ALIVE_SECONDS):
-                    found = await arrived.get()
+                    item = await arrivals.get()
             except TimeoutError:
                 yield None
                 continue
-            if isinstance(found, BaseException):
-                raise found
-            if found is None:
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
                 open_ -= 1
             else:
-                yield found
+                yield item
     finally:
         for task in pumps:
             task.cancel()
@@ -335,25 +337,25 @@ async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_Numbered]
 
 
 async def _while_connected(
-    receive: Receive, work: Coroutine[Any, Any, Response | None], left: Callable[[], None]
+    receive: Receive, work: Coroutine[Any, Any, Response | None], on_disconnect: Callable[[], None]
 ) -> Response | None:
-    """The work, given up when the other side hangs up."""
+    """The result of the work; it is cancelled when the client disconnects."""
 
-    async def hung_up() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, gone = asyncio.create_task(work), asyncio.create_task(hung_up())
+    answer, disconnect = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            left()
+        await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            on_disconnect()
             raise ClientDisconnect
-        return working.result()
+        return answer.result()
     finally:
-        for task in (working, gone):
+        for task in (answer, disconnect):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(answer, disconnect, return_exceptions=True)
 
 
 def as_api_error(error: BlockTrainError) -> ApiError:
@@ -379,10 +381,10 @@ def error_response(error: ApiError) -> Response:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
-    said = f"there is no {request.method} {request.url.path[:80]} here"
+    sentence = f"there is no {request.method} {request.url.path[:80]} here"
     if request.url.path.startswith("/v1/chat"):
-        said += ": this model completes text; use /v1/completions"
-    response = error_response(ApiError(status, said, "not_found"))
+        sentence += ": this model completes text; use /v1/completions"
+    response = error_response(ApiError(status, sentence, "not_found"))
     response.headers.update(
         (error.headers if isinstance(error, HTTPException) else None) or {}
     )  # Allow

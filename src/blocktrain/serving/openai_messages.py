@@ -44,7 +44,7 @@ Draft = Literal["first-block", "none"]
 
 
 class ApiError(BlockTrainError):
-    """A no as OpenAI's clients know it: a status, a sentence, and what it is about."""
+    """A refusal as OpenAI's clients know it: a status, a sentence, and the field."""
 
     def __init__(
         self,
@@ -127,26 +127,26 @@ class Completion(BaseModel):
 
 
 def read_completion(content: bytes) -> Completion:
-    """A body, checked; the first thing that is wrong is named."""
+    """Parse and check a body; the error names the first wrong field."""
     try:
-        asked = pydantic_core.from_json(content, allow_inf_nan=False)
+        fields = pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
-    if not isinstance(asked, dict):
+    if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
     for name, harmless in HARMLESS.items():
-        value = asked.pop(name, None)
-        if value not in harmless and not (name == "best_of" and value == asked.get("n")):
+        value = fields.pop(name, None)
+        if value not in harmless and not (name == "best_of" and value == fields.get("n")):
             raise ApiError(
                 400, f"{name} is not supported here: leave it out", "unsupported", param=name
             )
     try:
-        return Completion.model_validate(asked)
+        return Completion.model_validate(fields)
     except ValidationError as error:
-        raise _named(error) from None
+        raise _validation_error(error) from None
 
 
-def _named(error: ValidationError) -> ApiError:
+def _validation_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     names = [str(part) for part in first["loc"] if isinstance(part, str)]
     param = ".".join(names[:2] if names[:1] == ["stream_options"] else names[:1])[:64] or None
@@ -157,19 +157,19 @@ def _named(error: ValidationError) -> ApiError:
             "unknown_field",
             param=param,
         )
-    said = first["msg"].removeprefix("Value error, ")
-    said = said if said.startswith("must") else said[:1].lower() + said[1:]
-    said = said.removeprefix("input should be ").removeprefix("field ")
+    sentence = first["msg"].removeprefix("Value error, ")
+    sentence = sentence if sentence.startswith("must") else sentence[:1].lower() + sentence[1:]
+    sentence = sentence.removeprefix("input should be ").removeprefix("field ")
     if first["type"] == "missing":
-        said = "is required"
-    elif not said.startswith("must"):
-        said = f"must be {said}"
-    return ApiError(400, f"{param} {said}", "invalid_value", param=param)
+        sentence = "is required"
+    elif not sentence.startswith("must"):
+        sentence = f"must be {sentence}"
+    return ApiError(400, f"{param} {sentence}", "invalid_value", param=param)
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a request that does not say gets; of one server."""
+    """What a server uses for fields that a request leaves out."""
 
     mode: Mode = "exact"
     sweeps: int = 1
@@ -260,29 +260,33 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
 
     `whole` adds the list of every sweep.
     """
-    known = [one for one in stats if one is not None]
-    found: dict[str, Any] = {"mode": known[0].mode if known else None, "seed": seed}
+    stats_list = [one for one in stats if one is not None]
+    fields: dict[str, Any] = {"mode": stats_list[0].mode if stats_list else None, "seed": seed}
     for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
-        found[name] = sum(getattr(one, name) for one in known)
-    found["degraded"] = sorted({block for one in known for block in one.degraded})
+        fields[name] = sum(getattr(one, name) for one in stats_list)
+    fields["degraded"] = sorted({block for one in stats_list for block in one.degraded})
     if whole:
-        found["accepted_per_sweep"] = [count for one in known for count in one.accepted_per_sweep]
-        found["first_byte_ms"] = round(min((one.first_byte_ms for one in known), default=0.0), 3)
-        found["seconds"] = round(max((one.seconds for one in known), default=0.0), 6)
-    return found
+        fields["accepted_per_sweep"] = [
+            count for one in stats_list for count in one.accepted_per_sweep
+        ]
+        fields["first_byte_ms"] = round(
+            min((one.first_byte_ms for one in stats_list), default=0.0), 3
+        )
+        fields["seconds"] = round(max((one.seconds for one in stats_list), default=0.0), 6)
+    return fields
 
 
-def usage(job: CompletionJob, writings: Iterable[TextChoice]) -> dict[str, Any]:
+def usage(job: CompletionJob, choices: Iterable[TextChoice]) -> dict[str, Any]:
     """Tokens of the run's tokenizer. Of a prompt longer than the context only the end is read."""
-    known = [one.stats for one in writings if one.stats is not None]
-    prompt = max((stats.prompt_tokens for stats in known), default=0)
-    written = sum(stats.tokens for stats in known)
-    cut = max((stats.prompt_bytes_cut for stats in known), default=0)
+    stats_list = [one.stats for one in choices if one.stats is not None]
+    prompt = max((stats.prompt_tokens for stats in stats_list), default=0)
+    completion = sum(stats.tokens for stats in stats_list)
+    prompt_cut = max((stats.prompt_bytes_cut for stats in stats_list), default=0)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_bytes_cut": cut,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_bytes_cut": prompt_cut,
     }
 
 
@@ -295,30 +299,33 @@ def _head(job: CompletionJob) -> dict[str, Any]:
     }
 
 
-def _choice(writing: TextChoice, text: str) -> dict[str, Any]:
-    return {"index": writing.index, "text": text, "logprobs": None, "finish_reason": writing.finish}
+def _choice(choice: TextChoice, text: str) -> dict[str, Any]:
+    return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish}
 
 
-def completed(job: CompletionJob, writings: list[TextChoice]) -> dict[str, Any]:
+def response_body(job: CompletionJob, choices: list[TextChoice]) -> dict[str, Any]:
     """The answer in one piece."""
-    choices = [_choice(one, one.text) for one in writings]
-    told = facts([one.stats for one in writings], job.seed)
-    return {**_head(job), "choices": choices, "usage": usage(job, writings), "blocktrain": told}
+    return {
+        **_head(job),
+        "choices": [_choice(choice, choice.text) for choice in choices],
+        "usage": usage(job, choices),
+        "blocktrain": facts([choice.stats for choice in choices], job.seed),
+    }
 
 
-def chunk(job: CompletionJob, writing: TextChoice, text: str) -> bytes:
+def chunk(job: CompletionJob, choice: TextChoice, text: str) -> bytes:
     """A piece of one choice as a server-sent event; the last one has the list of every sweep."""
-    told = facts(
-        [writing.stats], (job.seed + writing.index) & MAX_SEED, whole=writing.finish is not None
+    details = facts(
+        [choice.stats], (job.seed + choice.index) & MAX_SEED, whole=choice.finish is not None
     )
     return event(
-        {**_head(job), "choices": [_choice(writing, text)], "usage": None, "blocktrain": told}
+        {**_head(job), "choices": [_choice(choice, text)], "usage": None, "blocktrain": details}
     )
 
 
-def last_chunk(job: CompletionJob, writings: list[TextChoice]) -> bytes:
+def last_chunk(job: CompletionJob, choices: list[TextChoice]) -> bytes:
     """The usage of a stream that asked for it."""
-    return event({**_head(job), "choices": [], "usage": usage(job, writings)})
+    return event({**_head(job), "choices": [], "usage": usage(job, choices)})
 
 
 DONE = b"data: [DONE]\n\n"

@@ -18,14 +18,14 @@ from blocktrain.learning.generate import Drafter, Picker, Sampler
 from blocktrain.protocol import frames
 from blocktrain.protocol.frames import Frame
 from blocktrain.serving.entry.drafting import (
-    MOST_DRAFTED,
+    MAX_DRAFT,
     DraftBlock,
     LinearCost,
     LinkCost,
     exact_seconds,
     fan_sweep,
     ring_sweep,
-    swept_seconds,
+    sweep_seconds,
 )
 from blocktrain.serving.entry.failover import FanModel
 from blocktrain.serving.entry.fan import Fusion
@@ -43,14 +43,14 @@ class TimedLine(StageLine):
         super().__init__(name, access)
         self.computed: list[float] = []  # seconds
 
-    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, batch: list[Frame]) -> None:
         """(By the connection.)"""
         self.computed += [
             frame.header.microseconds / 1e6
-            for frame in found
+            for frame in batch
             if isinstance(frame.header, frames.Result)
         ]
-        super().on_frames(connection, count, found)
+        super().on_frames(connection, count, batch)
 
 
 @asynccontextmanager
@@ -195,10 +195,10 @@ class Costs:
         if mode == "autoregressive":
             return swept(prompt) + (output - 1) * swept(1)
         if mode == "sweep":
-            return output * swept_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
+            return output * sweep_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
         return output * min(
             exact_seconds(self.acceptance, n, self.draft, swept(n + 1))
-            for n in range(MOST_DRAFTED + 1)
+            for n in range(MAX_DRAFT + 1)
         )
 
     def _reference(self, topology: str, line: LinkCost, positions: int) -> float:

@@ -127,9 +127,9 @@ class Output:
                 if any(word.startswith(self._text[-size:]) for word in self._stop)
             )
             until -= next(ends, 0)
-        shown = bytes(self._text[self._shown : until])
+        text = bytes(self._text[self._shown : until])
         self._shown = max(until, self._shown)
-        return shown
+        return text
 
     @property
     def tokens(self) -> int:
@@ -168,16 +168,16 @@ class TextAnswer:
         self.shared.answers += 1
         try:
             result: Tokens | Tensor | None = None
-            shown = b""
+            text = b""
             while self._finish() is None:
                 step = loop.send(result)
                 result = await self._perform(step)
-                shown = b""
+                text = b""
                 if isinstance(step, Commit):
-                    shown = self.output.show(final=self._finish() is not None)
-                if shown and self._finish() is None:
-                    yield self._piece(shown)
-            yield self._piece(shown)
+                    text = self.output.show(final=self._finish() is not None)
+                if text and self._finish() is None:
+                    yield self._piece(text)
+            yield self._piece(text)
         finally:
             self.shared.answers -= 1
             await self.session.aclose()
@@ -187,15 +187,15 @@ class TextAnswer:
             return "stop"
         return None if self.text.remaining else "length"
 
-    def _piece(self, shown: bytes) -> Piece:
+    def _piece(self, text: bytes) -> Piece:
         stats, tally = self.stats, self.session.tally
         stats.seconds = time.perf_counter() - self.began
-        if shown and not stats.first_byte_ms:
+        if text and not stats.first_byte_ms:
             stats.first_byte_ms = 1000 * stats.seconds
         stats.wire_bytes, stats.failovers = tally.wire_bytes, tally.failovers
         stats.degraded = tuple(sorted(tally.missing))
         stats.near_ties, stats.tokens = self.picker.near_ties, self.output.tokens
-        return Piece(shown, self._finish(), stats)
+        return Piece(text, self._finish(), stats)
 
     # -- the steps of a loop
 
@@ -223,9 +223,9 @@ class TextAnswer:
         if self.request.mode != "exact":
             return
         if step.drafted:
-            pace.verified(step.accepted, step.drafted)
+            pace.record_verification(step.accepted, step.drafted)
         else:
-            pace.skipped_draft()
+            pace.record_skip()
 
     async def _score(self, step: Score) -> Tensor:
         """One sweep."""
@@ -235,7 +235,7 @@ class TextAnswer:
             logits = await self.session.score(step.window, step.start)
         self.stats.sweeps += 1
         self.window = begin
-        if known == begin and not tally.troubled:
+        if known == begin and not tally.had_failure:
             self.shared.pace.sweep.add(tally.positions, time.perf_counter() - began)
         return logits
 
@@ -275,7 +275,7 @@ class TextAnswer:
             target = min(count, max(len(draft), ready) + SLICE) if shared.answers > 1 else count
             draft = await shared.thread.run(partial(drafter.draft, text, begin, target))
         if known:  # else most of the time went into reading the window
-            shared.pace.drafted(count - ready, time.perf_counter() - began)
+            shared.pace.record_draft(count - ready, time.perf_counter() - began)
         return draft
 
     async def _draft_on(self, drafted: int, sweep: asyncio.Task[Tensor]) -> None:
@@ -283,7 +283,7 @@ class TextAnswer:
         await asyncio.sleep(0)  # the sweep is sent first
         pace, room = self.shared.pace, self.text.room
         most = min(room, drafted + 1 + pace.best_draft(room))
-        if not pace.worth_going_on(drafted):
+        if not pace.worth_extending(drafted):
             return
         count = drafted
         while count < most and not sweep.done():

@@ -20,15 +20,15 @@ from blocktrain.learning.model import MIN_ROWS, Cache, Layer, noise_features
 from blocktrain.serving.blocks import FanBlocks, local_features
 
 EPSILON = 1e-6  # of the norms
-MOST_DRAFTED = 32
-FADING = 0.9  # what a measurement counts for after the next one
+MAX_DRAFT = 32
+DECAY = 0.9  # what a measurement counts for after the next one
 PRIOR_ACCEPTANCE, PRIOR_BYTES = (
     0.85,
     20.0,
-)  # before anything is known: so good, and as firmly as so many drafted bytes
-REMEMBERED = 400.0  # drafted bytes over which acceptance is averaged
-EQUAL = 1.02  # times as long is as good as equal
-GOING_ON = 0.05  # draft on behind a draft that is right to its end with this probability
+)  # the acceptance to start from, and how many drafted bytes it counts for
+MEMORY_BYTES = 400.0  # drafted bytes over which acceptance is averaged
+EQUAL = 1.02  # lengths within this factor of the best count as equal
+WORTH_EXTENDING = 0.05  # draft on behind a draft that is right to its end with this probability
 PRIOR_SLOPE, SLOPE_WEIGHT = 5e-5, 50.0  # seconds per position of a sweep, and how firmly
 
 
@@ -58,7 +58,7 @@ class DraftBlock:
             torch.cat([-sine, sine], -1),
         )  # (positions, D)
         # A slice of it is the mask of a position: nothing to add up to its own slot, -inf beyond.
-        self._seen = torch.cat([torch.zeros(slots), torch.full((slots,), -torch.inf)])
+        self._mask = torch.cat([torch.zeros(slots), torch.full((slots,), -torch.inf)])
         self._extra = (
             block.noise_in(noise_features(middle_noise(config, number, block.embed.device)))[0]
             if block.skip
@@ -74,8 +74,10 @@ class DraftBlock:
         self.cache.truncate(start)
         if len(ids) == 1:
             return self._step(ids[0])
-        found = local_features(self._served, {self.number: self.cache}, (self.number,), ids, start)
-        return self.block(found[:, -1:])[0, 0]
+        features = local_features(
+            self._served, {self.number: self.cache}, (self.number,), ids, start
+        )
+        return self.block(features[:, -1:])[0, 0]
 
     def _step(self, byte: int) -> Tensor:
         cache = self.cache
@@ -85,25 +87,25 @@ class DraftBlock:
                 f"position {position} does not fit the context of {self.block.context}"
             )
         cache.ids[0, position] = byte
-        x = self._embedded(position)
+        x = self._embed(position)
         cosine, sine = self._cosine[position], self._sine[position]
         slots = cache.data.shape[-2]
-        seen = self._seen[slots - 1 - position : 2 * slots - 1 - position].view(1, slots)
+        mask = self._mask[slots - 1 - position : 2 * slots - 1 - position].view(1, slots)
         for layer, (keys, values) in zip(self._layers, self._keys, strict=True):
-            x = self._layer(layer, x, (cosine, sine, seen, keys, values), position)
+            x = self._layer(layer, x, (cosine, sine, mask, keys, values), position)
         cache.length = position + 1
         width = x.shape[-1]
         return (F.rms_norm(x, (width,), self.block.norm.scale, EPSILON) @ self.block.head.weight)[0]
 
-    def _embedded(self, position: int) -> Tensor:
+    def _embed(self, position: int) -> Tensor:
         """(4, W), the byte and those before it in row 0."""
         before = min(position, len(self._offsets) - 1)
         last = self.cache.ids[0, position - before : position + 1].tolist()
-        found = self._tables[
+        rows = self._tables[
             [offset + byte for offset, byte in zip(self._offsets, reversed(last), strict=False)]
         ]
-        x = torch.zeros(MIN_ROWS, found.shape[-1])
-        for row in found:
+        x = torch.zeros(MIN_ROWS, rows.shape[-1])
+        for row in rows:
             x[0] += row
         if self._extra is not None:
             x[0] += self._extra
@@ -116,19 +118,19 @@ class DraftBlock:
         around: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         position: int,
     ) -> Tensor:
-        cosine, sine, seen, keys, values = around
+        cosine, sine, mask, keys, values = around
         width = x.shape[-1]
         qkv = (F.rms_norm(x, (width,), layer.norm_attention.scale, EPSILON) @ layer.qkv.weight)[
             0
         ].view(3, layer.heads, -1)
-        turned = qkv[:2]
-        turned = (
-            turned * cosine + turned.roll(turned.shape[-1] // 2, -1) * sine
+        qk = qkv[:2]
+        qk = (
+            qk * cosine + qk.roll(qk.shape[-1] // 2, -1) * sine
         )  # as `rotate`: the halves are the coordinates
-        self._query[0, :, 0] = turned[0]
-        keys[:, position] = turned[1]
+        self._query[0, :, 0] = qk[0]
+        keys[:, position] = qk[1]
         values[:, position] = qkv[2]
-        a = F.scaled_dot_product_attention(self._query, keys[None], values[None], attn_mask=seen)
+        a = F.scaled_dot_product_attention(self._query, keys[None], values[None], attn_mask=mask)
         x = x + a[0].transpose(0, 1).reshape(MIN_ROWS, width) @ layer.attention_out.weight
         hidden = F.rms_norm(x, (width,), layer.norm_mlp.scale, EPSILON) @ layer.up.weight
         return x + hidden.relu_().square_() @ layer.down.weight
@@ -157,7 +159,7 @@ class LinkCost:
     overhead: float = 1e-3
 
     def transfer(self, size: float) -> float:
-        """Seconds that so many bytes take to pass."""
+        """Seconds to send this many bytes."""
         return 8 * size / self.bits if self.bits else 0.0
 
 
@@ -198,24 +200,22 @@ def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -
     While a sweep is under way the next draft is made. If the draft was right to its end, the next
     one costs only the time that did not fit in there.
     """
-    followed_up = acceptance**drafted if drafted else 0.0
-    drafting = (1 - followed_up) * drafted * draft + followed_up * max(
-        (drafted + 1) * draft - sweep, 0.0
-    )
-    return (drafting + sweep) / expected_bytes(acceptance, drafted)
+    right = acceptance**drafted if drafted else 0.0
+    seconds = (1 - right) * drafted * draft + right * max((drafted + 1) * draft - sweep, 0.0)
+    return (seconds + sweep) / expected_bytes(acceptance, drafted)
 
 
-def swept_seconds(
+def sweep_seconds(
     acceptance: float, length: int, sweeps: int, draft: float, sweep: Callable[[int], float]
 ) -> float:
     """Seconds per token of mode sweep: what a sweep does not commit is drafted again."""
-    seconds, left = 0.0, float(length)
+    seconds, rest = 0.0, float(length)
     for _ in range(sweeps):
-        seconds += left * draft + sweep(round(left))
-        left = max(0.0, left - expected_bytes(acceptance, round(left) - 1))
-        if left < 1:
+        seconds += rest * draft + sweep(round(rest))
+        rest = max(0.0, rest - expected_bytes(acceptance, round(rest) - 1))
+        if rest < 1:
             break
-    return (seconds + left * draft) / length
+    return (seconds + rest * draft) / length
 
 
 class SweepMeter:
@@ -230,11 +230,11 @@ class SweepMeter:
         values = (1.0, positions, seconds, positions * positions, positions * seconds)
         old = (self._weight, self._m, self._s, self._mm, self._ms)
         self._weight, self._m, self._s, self._mm, self._ms = (
-            FADING * a + b for a, b in zip(old, values, strict=True)
+            DECAY * a + b for a, b in zip(old, values, strict=True)
         )
 
     def __call__(self, positions: int) -> float:
-        """What a sweep of so many positions is expected to take."""
+        """Expected seconds of a sweep of this many positions."""
         if not self._weight:
             return self.guess + PRIOR_SLOPE * positions
         mean_m, mean_s = self._m / self._weight, self._s / self._weight
@@ -253,43 +253,43 @@ class Pace:
     def __init__(self) -> None:
         self.sweep = SweepMeter()
         self.draft = 1e-3  # seconds a byte
-        self._tried, self._right = PRIOR_BYTES, PRIOR_ACCEPTANCE * PRIOR_BYTES
+        self._trials, self._right = PRIOR_BYTES, PRIOR_ACCEPTANCE * PRIOR_BYTES
 
     @property
     def acceptance(self) -> float:
         """Probability that the next drafted byte is right, as far as is known."""
-        return self._right / self._tried
+        return self._right / self._trials
 
-    def drafted(self, count: int, seconds: float) -> None:
-        """So many bytes were drafted in so long."""
+    def record_draft(self, count: int, seconds: float) -> None:
+        """Record that `count` bytes were drafted in `seconds`."""
         if count:
-            share = 1 - FADING**count
+            share = 1 - DECAY**count
             self.draft += share * (
                 min(seconds / count, 3 * self.draft) - self.draft
-            )  # one hiccup of the machine is no trend
+            )  # one outlier must not dominate
 
-    def verified(self, accepted: int, drafted: int) -> None:
-        """Of a draft so many bytes were right; those after the first wrong one say nothing."""
-        tried = min(accepted + 1, drafted)
-        fading = max(1 - tried / REMEMBERED, 0.0)
-        self._tried, self._right = fading * self._tried + tried, fading * self._right + accepted
+    def record_verification(self, accepted: int, drafted: int) -> None:
+        """Record that `accepted` bytes were right; those after the first wrong one do not count."""
+        trials = min(accepted + 1, drafted)
+        decay = max(1 - trials / MEMORY_BYTES, 0.0)
+        self._trials, self._right = decay * self._trials + trials, decay * self._right + accepted
 
-    def skipped_draft(self) -> None:
+    def record_skip(self) -> None:
         """A sweep without a draft: acceptance drifts to its prior, so drafting is tried again."""
-        self._tried, self._right = (
-            0.98 * self._tried + 0.02 * PRIOR_BYTES,
+        self._trials, self._right = (
+            0.98 * self._trials + 0.02 * PRIOR_BYTES,
             0.98 * self._right + 0.02 * PRIOR_BYTES * PRIOR_ACCEPTANCE,
         )
 
     def best_draft(self, most: int) -> int:
-        """How many bytes to draft so that a byte is soonest; 0 is to write one at a time.
+        """How many bytes to draft for the lowest time per byte; 0: no draft.
 
-        Of lengths that are as good as equal the longest: it needs the fewest sweeps.
+        Among lengths that are nearly equal it picks the longest: it needs the fewest sweeps.
         """
         acceptance = min(self.acceptance, 0.995)
         seconds = [
             exact_seconds(acceptance, n, self.draft, self.sweep(n + 1))
-            for n in range(min(most, MOST_DRAFTED) + 1)
+            for n in range(min(most, MAX_DRAFT) + 1)
         ]
         best = min(seconds)
         return (
@@ -298,6 +298,6 @@ class Pace:
             else 0
         )
 
-    def worth_going_on(self, drafted: int) -> bool:
+    def worth_extending(self, drafted: int) -> bool:
         """Whether a draft of this length is right often enough to draft on behind it."""
-        return self.acceptance**drafted >= GOING_ON
+        return self.acceptance**drafted >= WORTH_EXTENDING

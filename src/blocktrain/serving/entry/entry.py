@@ -84,11 +84,11 @@ class Entry:
         )
         self._missing = self.missing_blocks()
         self._seen = {line.name for line in self.route.lines if line.alive}
-        self.route.on_change = self._stage_changed
+        self.route.on_change = self._on_stage_change
 
     def _load_fan(self) -> tuple[FanModel, FanBlocks]:
-        config, source, held = self.config, self.source, self.route.held()
-        numbers = [n for n in range(1, config.independent + 1) if n == 1 or n not in held]
+        config, source, remote = self.config, self.source, self.route.available_blocks()
+        numbers = [n for n in range(1, config.independent + 1) if n == 1 or n not in remote]
         local = FanBlocks(config, source.load_blocks(numbers), source.model)
         readout = source.load_readout()
         shape = (config.independent, config.width)
@@ -99,20 +99,20 @@ class Entry:
         """All blocks if there is no route, and the one that drafts if the model has one."""
         config, source, remote = self.config, self.source, bool(self.route.lines)
         own: list[IndependentBlock] = []
-        drafting = None
+        draft_blocks = None
         if self.reference:
             own = [] if remote else [source.load_reference()]
         else:
             blocks = source.load_blocks(range(1, 2 if remote else config.blocks + 1))
             if config.skip != "edm":
-                drafting = FanBlocks(config, {1: blocks[1]}, source.model)
+                draft_blocks = FanBlocks(config, {1: blocks[1]}, source.model)
             own = [] if remote else [b.requires_grad_(False).eval() for b in blocks.values()]
-        return RingModel(self.route, self._thread, config, self.reference, own), drafting
+        return RingModel(self.route, self._thread, config, self.reference, own), draft_blocks
 
     async def aclose(self) -> None:
-        """Hang up and stop computing."""
+        """Close all lines and stop computing."""
         if isinstance(self._model, FanModel):
-            await asyncio.gather(*self._model.closing, return_exceptions=True)
+            await asyncio.gather(*self._model.close_tasks, return_exceptions=True)
         await self.route.aclose()
         self._thread.close()
 
@@ -135,23 +135,23 @@ class Entry:
         """Blocks that have no holder now: neither a stage that is up nor this process."""
         if isinstance(self._model, RingModel) and self._model.blocks:
             return []
-        held = self.route.held() | set(self.local_blocks())
+        available = self.route.available_blocks() | set(self.local_blocks())
         last = self.config.independent if self.fan else self.config.blocks
-        return [number for number in range(1, last + 1) if number not in held]
+        return [number for number in range(1, last + 1) if number not in available]
 
     def unreachable(self) -> list[str]:
         """Stages of the route that cannot be asked now."""
         return [line.name for line in self.route.lines if not line.alive]
 
-    def _stage_changed(self, line: StageLine) -> None:
+    def _on_stage_change(self, line: StageLine) -> None:
         """Log the loss and the return of a stage, and what that means for answers."""
-        held = name_blocks(line.blocks)
+        blocks = name_blocks(line.blocks)
         if not line.alive:
-            log.warning("lost stage %s (%s)", line.name, held)
+            log.warning("lost stage %s (%s)", line.name, blocks)
         elif line.name in self._seen:
-            log.info("stage %s is back (%s)", line.name, held)
+            log.info("stage %s is back (%s)", line.name, blocks)
         else:
-            log.info("stage %s connected (%s)", line.name, held)
+            log.info("stage %s connected (%s)", line.name, blocks)
         self._seen.add(line.name)
         before, self._missing = self._missing, self.missing_blocks()
         if before == self._missing:

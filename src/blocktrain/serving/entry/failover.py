@@ -1,7 +1,7 @@
 """Which holder computes each block for one answer, and what happens when a holder is lost.
 
 A lost holder is replaced by another one, which reads the window again from ids alone, so the
-answer finishes identically. A block that nobody holds is waited for; then the answer goes on
+answer finishes identically. The answer waits for a block without a holder. Then it goes on
 without it (degraded), or fails if that is not allowed.
 """
 
@@ -34,7 +34,7 @@ AVOID_SECONDS = 1.0  # how long a stage that refused is not asked again
 # A stage that answers PINGs may compute this long before another holder is asked; twice as long
 # the next time.
 HANG_SECONDS = 20.0
-SHUN_SECONDS = 60.0  # how long nobody asks a stage that hung, if others hold its blocks
+HANG_AVOID_SECONDS = 60.0  # how long a stage that hung is avoided
 RETRY_SECONDS, CHECK_SECONDS = 0.02, 0.25  # between two looks at which stages are there
 RESULT_BYTES = frames.PREFIX.size + 16  # of a RESULT without its features
 
@@ -51,13 +51,13 @@ class AnswerTally:
     failovers: int = 0
     missing: set[int] = field(default_factory=set)  # blocks that some of it was written without
     positions: int = 0  # of the last sweep
-    troubled: bool = False  # whether the last sweep met a failure
+    had_failure: bool = False  # whether the last sweep met a failure
     lacks: str = ""  # the sentence about what it waits for, if it must not go on without
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an answer may do without, and until when."""
+    """How tensors are sent, whether blocks may be missing, and the deadline."""
 
     wire: Wire = "fp32"
     allow_degraded: bool = True
@@ -75,8 +75,8 @@ class FanModel:
     readout: FanReadout
     blocks: int  # independent ones
     width: int
-    closing: set[asyncio.Task[None]] = field(default_factory=set)
-    shunned: dict[str, float] = field(default_factory=dict)  # stages that hung, until when
+    close_tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    avoid_until: dict[str, float] = field(default_factory=dict)  # stages that hung, until when
 
 
 class BlockSession(Protocol):
@@ -202,19 +202,19 @@ class Failover:
         there = {number for holder in self.holders for number in holder.blocks}
         return tuple(number in there for number in range(1, self._model.blocks + 1))
 
-    def _missing(self) -> list[int]:
+    def _missing_blocks(self) -> list[int]:
         return [number for number, there in enumerate(self.present(), 1) if not there]
 
     async def choose(self) -> None:
-        """Keep the holders that live; find one for every other block."""
+        """Keep the holders that are alive; find one for every other block."""
         for holder in [h for h in self.holders if not h.alive]:
             self.drop(holder)
-        wanted: dict[StageLine | None, list[int]] = {}
-        for number in self._missing():
+        plan: dict[StageLine | None, list[int]] = {}
+        for number in self._missing_blocks():
             line = None if number in self._model.own else self._pick(number)
             if line is not None or number in self._model.local.blocks:
-                wanted.setdefault(line, []).append(number)
-        for line, numbers in wanted.items():
+                plan.setdefault(line, []).append(number)
+        for line, numbers in plan.items():
             if line is None:
                 model = self._model
                 self.holders.append(LocalBlocks(model.local, tuple(numbers), model.thread))
@@ -226,7 +226,7 @@ class Failover:
     def _pick(self, number: int) -> StageLine | None:
         """The stage to ask for a block; None: this process. One that hung is the last choice."""
         avoid, route = _active(self._avoid), self._model.route
-        line = route.pick(number, avoid | _active(self._model.shunned))
+        line = route.pick(number, avoid | _active(self._model.avoid_until))
         if line is not None or number in self._model.local.blocks:
             return line
         return route.pick(number, avoid)
@@ -236,12 +236,12 @@ class Failover:
         if holder in self.holders:
             self.holders.remove(holder)
             self.tally.failovers += 1
-            closing = asyncio.get_running_loop().create_task(holder.aclose())
-            self._model.closing.add(closing)
-            closing.add_done_callback(self._model.closing.discard)
+            task = asyncio.get_running_loop().create_task(holder.aclose())
+            self._model.close_tasks.add(task)
+            task.add_done_callback(self._model.close_tasks.discard)
 
     async def cover(self) -> None:
-        """Find holders for all blocks; wait for a block that nobody holds as long as it may return.
+        """Find holders for all blocks; wait for a block without one as long as it may return.
 
         AnswerFailed if the answer may not go on without it.
         """
@@ -249,23 +249,23 @@ class Failover:
         began = loop.time()
         while True:
             await self.choose()
-            missing = self._missing()
+            missing = self._missing_blocks()
             self.tally.lacks = ""
             if not missing:
                 return
-            gone = min(route.gone_for(number) for number in missing)
+            absence = min(route.seconds_absent(number) for number in missing)
             if self._terms.allow_degraded:
-                wait = self._grace() - gone
+                wait = self._grace() - absence
                 if wait <= 0:
                     return
             else:
                 wait = min(self._terms.deadline, began + PATIENCE_SECONDS) - loop.time()
-                refused = any(route.pick(number) for number in missing)  # alive, but refused us
-                if wait <= 0 or (gone == math.inf and not refused):
+                reachable = any(route.pick(number) for number in missing)  # alive, but refused us
+                if wait <= 0 or (absence == math.inf and not reachable):
                     raise AnswerFailed(no_holder(missing))
                 self.tally.lacks = no_holder(missing)
-            self.tally.troubled = True
-            await route.changed(min(max(wait, RETRY_SECONDS), CHECK_SECONDS))
+            self.tally.had_failure = True
+            await route.wait_for_change(min(max(wait, RETRY_SECONDS), CHECK_SECONDS))
 
     def _grace(self) -> float:
         slowest = max((line.rtt_ms for line in self._model.route.lines), default=0.0) / 1000
@@ -282,17 +282,17 @@ class Failover:
             self._avoid[holder.line.name] = asyncio.get_running_loop().time() + AVOID_SECONDS
 
     def drop_hanging(self, holders: Iterable[BlockSession]) -> bool:
-        """Drop those whose blocks somebody else holds; whether there were any."""
+        """Drop those whose blocks have another holder; returns whether there were any."""
         hanging = [h for h in holders if isinstance(h, RemoteBlocks) and self._replaceable(h)]
         for holder in hanging:
-            until = asyncio.get_running_loop().time() + SHUN_SECONDS
-            self._model.shunned[holder.line.name] = until
+            until = asyncio.get_running_loop().time() + HANG_AVOID_SECONDS
+            self._model.avoid_until[holder.line.name] = until
             self.drop(holder)
-        self.hang_seconds *= 2  # if all are slow, no answer would ever come
+        self.hang_seconds *= 2  # or no answer would ever come if all are slow
         return bool(hanging)
 
     def _replaceable(self, holder: RemoteBlocks) -> bool:
-        model, avoid = self._model, _active(self._model.shunned) | {holder.line.name}
+        model, avoid = self._model, _active(self._model.avoid_until) | {holder.line.name}
         return all(
             number in model.local.blocks or model.route.pick(number, avoid)
             for number in holder.blocks

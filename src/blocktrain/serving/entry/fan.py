@@ -42,18 +42,18 @@ class Fusion:
     ) -> Tensor:
         """Logits (T, V) of the window from `first` on, from the features (N, T, W)."""
         ids = torch.tensor([window[first:]])
-        kept = torch.tensor(present, dtype=torch.float32)[:, None]
+        mask = torch.tensor(present, dtype=torch.float32)[:, None]
         if self._cache is not None:
             self._cache.truncate(first)
             self._known, self._present = window[:first], present
         logits = in_pieces(
-            lambda part: self._answer(ids[:, part], features[:, None, part], kept), ids.shape[1]
+            lambda part: self._answer(ids[:, part], features[:, None, part], mask), ids.shape[1]
         )[0]
         self._known = window
         return logits
 
-    def _answer(self, ids: Tensor, features: Tensor, kept: Tensor) -> Tensor:
-        return self.readout.combine(ids, features, kept, self._cache)
+    def _answer(self, ids: Tensor, features: Tensor, mask: Tensor) -> Tensor:
+        return self.readout.combine(ids, features, mask, self._cache)
 
 
 class FanSession:
@@ -67,7 +67,7 @@ class FanSession:
         self._epoch = 0
 
     async def prefill(self, window: Tokens) -> None:
-        """Let all holders read this much meanwhile; one that fails is noticed later."""
+        """Let all holders read this window ahead; failures are handled by the next score."""
         with contextlib.suppress(StageLost, StageRefused):
             await self._failover.choose()
             for holder in self._failover.holders:
@@ -78,7 +78,7 @@ class FanSession:
 
         One round trip; more only where a stage is lost.
         """
-        self.tally.troubled = False
+        self.tally.had_failure = False
         while True:
             await self._failover.cover()
             present = self._failover.present()
@@ -91,7 +91,7 @@ class FanSession:
             features = await self._ask(window, first)
             if features is not None:
                 break
-            self.tally.troubled = True
+            self.tally.had_failure = True
             self._epoch += 1
         self.tally.missing |= {number for number, there in enumerate(present, 1) if not there}
         logits = await self._model.thread.run(
@@ -100,39 +100,39 @@ class FanSession:
         return logits[start - first :]
 
     async def _ask(self, window: Tokens, first: int) -> Tensor | None:
-        """Features (N, T, W) of all blocks from `first` on, zeros for those that nobody holds.
+        """Features (N, T, W) of all blocks from `first` on, zeros for those without a holder.
 
         None if a holder was lost: the sweep is then repeated with another.
         """
         failover, lost = self._failover, False
-        asked: dict[asyncio.Future[Tensor], BlockSession] = {}
+        requests: dict[asyncio.Future[Tensor], BlockSession] = {}
         for holder in list(failover.holders):
             try:
-                asked[asyncio.ensure_future(holder.read(window, first, self._epoch))] = holder
+                requests[asyncio.ensure_future(holder.read(window, first, self._epoch))] = holder
             except (StageLost, StageRefused) as error:
                 failover.fail(holder, error)
                 lost = True
         try:
-            waiting = set(asked)
-            while waiting and not lost:
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=failover.hang_seconds, return_when=asyncio.FIRST_COMPLETED
+            pending = set(requests)
+            while pending and not lost:
+                done, pending = await asyncio.wait(
+                    pending, timeout=failover.hang_seconds, return_when=asyncio.FIRST_COMPLETED
                 )
-                lost = not done and failover.drop_hanging([asked[future] for future in waiting])
+                lost = not done and failover.drop_hanging([requests[future] for future in pending])
                 for future in done:
                     problem = future.exception()
                     if isinstance(problem, StageLost | StageRefused):
-                        failover.fail(asked[future], problem)
+                        failover.fail(requests[future], problem)
                         lost = True
                     elif problem is not None:
                         raise problem
         finally:
-            for future in asked:  # nobody awaits those that are still on their way
+            for future in requests:  # those still on their way are not awaited
                 future.add_done_callback(retrieve_exception)
         if lost:
             return None
         features = torch.zeros(self._model.blocks, len(window) - first, self._model.width)
-        for future, holder in asked.items():
+        for future, holder in requests.items():
             for number, rows in zip(holder.blocks, future.result(), strict=True):
                 features[number - 1] = rows
         return features

@@ -55,12 +55,12 @@ class RemoteWalk:
     def __init__(self, ring: Ring, wire: Wire, tally: AnswerTally) -> None:
         self._ring, self._wire, self._tally = ring, wire, tally
         self._session = secrets.randbits(63)
-        self._opened = False
+        self._is_open = False
 
     async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
         try:
-            if not self._opened:
-                self._opened = True
+            if not self._is_open:
+                self._is_open = True
                 await self._ring.open(self._session, self._wire)
             logits = await self._ring.run(self._session, run, ids, state)
         except (StageLost, StageRefused) as error:
@@ -76,15 +76,15 @@ class RemoteWalk:
         first = self._ring.lines[0]
         hops, size = len(self._ring.lines), frames.ITEM[self._wire]
         width = first.facts.width if first.facts else 0
-        width, passed = (width, hops - 1) if state is None else (state.shape[-1], hops)
+        width, state_hops = (width, hops - 1) if state is None else (state.shape[-1], hops)
         header = frames.PREFIX.size + 16
         self._tally.wire_bytes += hops * (header + ids * first.access.id_bytes)
-        self._tally.wire_bytes += passed * run.count * width * size
+        self._tally.wire_bytes += state_hops * run.count * width * size
         self._tally.wire_bytes += RESULT_BYTES + run.wanted * logits * size
 
     async def aclose(self) -> None:
         """End the session at every stage."""
-        if self._opened:
+        if self._is_open:
             await self._ring.close(self._session)
 
 
@@ -125,10 +125,10 @@ class LocalReference:
 
     def _read(self, tokens: Tensor, run: frames.Run) -> Tensor:
         self._cache.truncate(run.start)
-        found = in_pieces(
+        features = in_pieces(
             lambda part: self._block.features(tokens[:, part], cache=self._cache), tokens.shape[1]
         )
-        return self._block(found[:, -run.wanted :])[0]
+        return self._block(features[:, -run.wanted :])[0]
 
     async def aclose(self) -> None:
         """Nothing to free but memory."""

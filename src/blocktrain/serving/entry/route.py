@@ -16,7 +16,7 @@ QUEUE_MS = 2.0  # a RUN that waits at the stage counts as so much round trip
 WRONG = frozenset(
     {Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL}
 )  # waiting does not help
-GHOST_SECONDS = 10.0  # after so long no answer waits for a stage; its line still reconnects
+GHOST_SECONDS = 10.0  # then no answer waits for a lost stage; its line still reconnects
 LOOK_SECONDS = 5.0  # between two questions to a coordinator
 
 FindStages = Callable[[str], Awaitable[Sequence[str]]]
@@ -53,19 +53,19 @@ def nearest(holders: Iterable[H], block: int, avoid: Collection[str] = ()) -> H 
 def chain(holders: Iterable[H], blocks: int) -> list[H]:
     """Living stages in order that hold blocks 1 to `blocks`, each once; empty if there are none."""
     able = [h for h in holders if h.alive and h.blocks]
-    found: list[H] = []
-    following = 1
-    while following <= blocks:
+    stages: list[H] = []
+    block = 1
+    while block <= blocks:
         next_ = min(
-            (h for h in able if h.blocks[0] == following),
+            (h for h in able if h.blocks[0] == block),
             key=lambda h: (-len(h.blocks), distance_ms(h)),
             default=None,
         )
         if next_ is None or next_.blocks[-1] > blocks:
             return []
-        found.append(next_)
-        following = next_.blocks[-1] + 1
-    return found
+        stages.append(next_)
+        block = next_.blocks[-1] + 1
+    return stages
 
 
 def parse_route(text: str) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Route:
         self.lines: list[StageLine] = []
         self._access = access
         self._find = stages if callable(stages) else None
-        self._looking: asyncio.Task[None] | None = None
+        self._look_task: asyncio.Task[None] | None = None
         self._since: dict[str, float] = {}  # when each last came or went
         self._news = asyncio.Event()
         self.on_change: Callable[[StageLine], None] | None = None  # a stage came or went
@@ -92,7 +92,7 @@ class Route:
 
     def _add(self, name: str) -> None:
         line = StageLine(name, self._access)
-        line.on_change = self._changed
+        line.on_change = self._on_line_change
         self.lines.append(line)
 
     async def start(self, seconds: float) -> None:
@@ -102,7 +102,7 @@ class Route:
         """
         if self._find is not None:
             await self._follow(await self._find(self._access.model))
-            self._looking = asyncio.create_task(self._look(self._find))
+            self._look_task = asyncio.create_task(self._look(self._find))
 
         async def ready(line: StageLine) -> None:
             try:
@@ -116,10 +116,10 @@ class Route:
         await asyncio.gather(*(ready(line) for line in self.lines))
 
     async def aclose(self) -> None:
-        """Hang up."""
+        """Close all lines."""
         self.on_change = None
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._look_task is not None:
+            self._look_task.cancel()
         await asyncio.gather(*(line.aclose() for line in self.lines))
 
     async def _look(self, find: FindStages) -> None:
@@ -128,19 +128,19 @@ class Route:
             with contextlib.suppress(BlockTrainError):  # the coordinator is away: keep the lines
                 await self._follow(await find(self._access.model))
 
-    async def _follow(self, found: Sequence[str]) -> None:
+    async def _follow(self, names: Sequence[str]) -> None:
         """Dial new stages; drop those that are unreachable and no longer listed."""
         known, now = {line.name for line in self.lines}, asyncio.get_running_loop().time()
-        for name in found:
+        for name in names:
             if name not in known:
                 with contextlib.suppress(
                     ConfigError
                 ):  # not an address: a coordinator may list anything
                     self._add(name)
                     self.lines[-1].start()
-        gone = [line for line in self.lines if line.name not in found and not line.alive]
+        absent = [line for line in self.lines if line.name not in names and not line.alive]
         for line in [
-            line for line in gone if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS
+            line for line in absent if now - self._since.get(line.name, -math.inf) >= GHOST_SECONDS
         ]:
             self.lines.remove(line)
             await line.aclose()
@@ -149,23 +149,23 @@ class Route:
         """The stage to ask for a block now."""
         return nearest(self.lines, block, avoid)
 
-    def held(self) -> set[int]:
+    def available_blocks(self) -> set[int]:
         """Blocks that some living stage holds."""
         return {block for line in self.lines if line.alive for block in line.blocks}
 
-    def gone_for(self, block: int) -> float:
+    def seconds_absent(self, block: int) -> float:
         """Seconds since the last holder of a block went; infinite if none was there lately."""
         now = asyncio.get_running_loop().time()
-        gone = [
+        absences = [
             now - self._since.get(line.name, -math.inf)
             for line in self.lines
             if block in line.blocks and not line.alive
         ]
-        seconds = min(gone, default=math.inf)
+        seconds = min(absences, default=math.inf)
         return seconds if seconds < GHOST_SECONDS else math.inf
 
-    async def changed(self, seconds: float) -> None:
-        """Wait until a stage comes or goes, or so long."""
+    async def wait_for_change(self, seconds: float) -> None:
+        """Wait until a stage comes or goes, at most this long."""
         news = self._news
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(news.wait(), seconds)
@@ -179,7 +179,7 @@ class Route:
             for line in self.lines
         ]
 
-    def _changed(self, line: StageLine) -> None:
+    def _on_line_change(self, line: StageLine) -> None:
         self._since[line.name] = asyncio.get_running_loop().time()
         news, self._news = self._news, asyncio.Event()
         news.set()

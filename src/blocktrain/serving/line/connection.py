@@ -66,7 +66,7 @@ class Access:
 
 
 class ConnectionOwner(Protocol):
-    """Who holds a connection and is called when something happens on it."""
+    """The object that a connection calls when something happens on it."""
 
     name: str
 
@@ -76,11 +76,11 @@ class ConnectionOwner(Protocol):
     def on_welcome(self, connection: Connection, welcome: frames.Welcome, rtt: float) -> None:
         """The handshake is done."""
 
-    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, batch: list[Frame]) -> None:
         """Bytes arrived, and these frames are complete with them."""
 
     def on_loss(self, connection: Connection, error: BlockTrainError) -> None:
-        """It is over."""
+        """The connection ended."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -88,19 +88,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, owner: ConnectionOwner, access: Access) -> None:
         loop = asyncio.get_running_loop()
-        self.gone: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
         self._owner, self._access = owner, access
         self._decoder = frames.Decoder(owner.most_payload)
         self._transport: Any = None
         self._nonce = secrets.token_bytes(frames.NONCE)
         self._challenge = b""
-        self._greeted = 0.0  # when HELLO was sent
-        self._welcomed: asyncio.Future[None] = loop.create_future()
+        self._hello_at = 0.0  # when HELLO was sent
+        self._handshake: asyncio.Future[None] = loop.create_future()
 
     @classmethod
     async def dial(cls, owner: ConnectionOwner, access: Access) -> Connection:
         """A connection after its handshake, or StageLost or StageRefused."""
-        made = cls(owner, access)
+        connection = cls(owner, access)
         host, port = parse_address(owner.name)
         tls: dict[str, Any] = {}
         if access.tls is not None:
@@ -109,38 +109,38 @@ class Connection(asyncio.BufferedProtocol):
                 "server_hostname": host,
                 "ssl_handshake_timeout": HANDSHAKE_SECONDS,
             }
-        welcomed = False
+        complete = False
         try:
             await asyncio.wait_for(
-                asyncio.get_running_loop().create_connection(lambda: made, host, port, **tls),
+                asyncio.get_running_loop().create_connection(lambda: connection, host, port, **tls),
                 CONNECT_SECONDS,
             )
-            await asyncio.wait_for(made._welcomed, HANDSHAKE_SECONDS)
-            welcomed = True
+            await asyncio.wait_for(connection._handshake, HANDSHAKE_SECONDS)
+            complete = True
         except ssl.SSLCertVerificationError as error:
             raise StageRefused(
-                Why.WRONG_KEY, f"{owner.name} is not vouched for by --ca: {error.verify_message}"
+                Why.WRONG_KEY, f"--ca does not verify {owner.name}: {error.verify_message}"
             ) from None
-        except (OSError, TimeoutError, ValueError) as error:  # the last: a name that cannot be one
+        except (OSError, TimeoutError, ValueError) as error:  # ValueError: not a host name
             raise StageLost(f"cannot reach {owner.name}: {error}") from None
         finally:
-            if not welcomed:
-                made.end(StageLost(f"the handshake with {owner.name} was given up"))
-        return made
+            if not complete:
+                connection.end(StageLost(f"the handshake with {owner.name} was not completed"))
+        return connection
 
     def send(self, buffers: list[Buffer]) -> None:
         """Write without waiting."""
         self._transport.writelines(buffers)
 
     def close(self) -> None:
-        """Hang up after what was sent."""
+        """Close after everything was sent."""
         self._transport.close()
 
     def end(self, error: BlockTrainError) -> None:
-        """Hang up at once, for this reason."""
-        if not self._welcomed.done():
-            self._welcomed.set_exception(error)
-            self._welcomed.exception()  # nobody may be waiting for it
+        """Close at once, for this reason."""
+        if not self._handshake.done():
+            self._handshake.set_exception(error)
+            self._handshake.exception()  # nobody may be waiting for it
         if self._transport is not None:
             self._transport.abort()
         self._owner.on_loss(self, error)
@@ -155,28 +155,28 @@ class Connection(asyncio.BufferedProtocol):
         return self._decoder.space()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """They are there."""
+        """Decode what arrived."""
         error = None
         try:
-            found = self._decoder.advance(nbytes)
+            batch = self._decoder.advance(nbytes)
         except FrameError as refused:
-            found, error = refused.before, refused
-        while found and not self._welcomed.done():
-            self._greet(found.pop(0).header)
-        self._owner.on_frames(self, nbytes, found)
+            batch, error = refused.before, refused
+        while batch and not self._handshake.done():
+            self._greet(batch.pop(0).header)
+        self._owner.on_frames(self, nbytes, batch)
         if error is not None:
             self.end(StageLost(f"{self._owner.name} sends what cannot be read: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone."""
         self.end(StageLost(f"the connection to the stage {self._owner.name} was lost"))
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def _greet(self, header: frames.Header) -> None:
         access, name = self._access, self._owner.name
         if isinstance(header, frames.Challenge) and not self._challenge:
-            self._challenge, self._greeted = header.nonce, time.monotonic()
+            self._challenge, self._hello_at = header.nonce, time.monotonic()
             claim = (access.role, access.fingerprint, access.id_bytes)
             hello = handshake.make_hello(access.key, header.nonce, self._nonce, *claim)
             self.send(frames.encode(hello))
@@ -193,8 +193,8 @@ class Connection(asyncio.BufferedProtocol):
             except FrameError as error:
                 self.end(StageRefused(error.why, f"{name}: {error}"))
                 return
-            self._welcomed.set_result(None)
-            self._owner.on_welcome(self, header, time.monotonic() - self._greeted)
+            self._handshake.set_result(None)
+            self._owner.on_welcome(self, header, time.monotonic() - self._hello_at)
         elif isinstance(header, frames.Error):
             self.end(StageRefused(header.code, f"{name} refuses: {header.sentence}"))
         else:
@@ -208,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
 
 @dataclass(frozen=True)
 class HeartbeatAction:
-    """Send a PING with this stamp (None: none), or give up; call again after so many seconds."""
+    """Send a PING with this stamp (None: none), or give up; call again after `again` seconds."""
 
     ping: int | None
     lost: bool
@@ -225,7 +225,7 @@ class LineHeartbeat:
     rtt: float = 0.0  # seconds, smoothed; 0: not measured
     _received_at: float = 0.0
     _due_since: float = 0.0  # since when an answer has been due without a break
-    _planned: float = 0.0
+    _next_beat: float = 0.0
     _sent_bytes: int = 0  # since anything was received
     _ticks: int = 0
     _stamp: int = 0
@@ -233,7 +233,7 @@ class LineHeartbeat:
 
     def reset(self, now: float) -> None:
         """A new connection."""
-        self._received_at = self._due_since = self._planned = now
+        self._received_at = self._due_since = self._next_beat = now
         self._sent_bytes, self._pings = 0, {}
 
     def on_sent(self, size: int) -> None:
@@ -248,9 +248,9 @@ class LineHeartbeat:
             self._due_since = now
 
     def on_pong(self, stamp: int, now: float) -> None:
-        sent = self._pings.pop(stamp, None)
-        if sent is not None:
-            self.on_round_trip(now - sent)
+        sent_at = self._pings.pop(stamp, None)
+        if sent_at is not None:
+            self.on_round_trip(now - sent_at)
 
     def on_round_trip(self, seconds: float) -> None:
         self.rtt += (seconds - self.rtt) * (SMOOTHING if self.rtt else 1.0)
@@ -266,7 +266,7 @@ class LineHeartbeat:
         )
         # A late call means that this process, or the whole machine, stood still: what arrived
         # meanwhile is read first.
-        late = now >= self._planned + TICK
+        late = now >= self._next_beat + TICK
         if waiting and now >= deadline and not late:
             return HeartbeatAction(None, True, 0.0)
         self._ticks += 1
@@ -277,7 +277,7 @@ class LineHeartbeat:
             self._pings[self._stamp] = now
             ping = self._stamp
         again = max(0.01, min(TICK, deadline - now)) if waiting and not late else TICK
-        self._planned = now + again
+        self._next_beat = now + again
         return HeartbeatAction(ping, False, again)
 
 

@@ -27,7 +27,7 @@ from blocktrain.serving.line.connection import (
 )
 
 PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, the longest
-REFUSED_PAUSE = 5.0  # after a refusal, which somebody has to mend
+REFUSED_PAUSE = 5.0  # after a refusal, which the operator has to fix
 MOST_ANSWER = 1 << 30  # bytes, whatever a stage says about its own size
 
 __all__ = ["Access", "Ring", "StageLine", "StageLost", "StageRefused"]
@@ -35,7 +35,7 @@ __all__ = ["Access", "Ring", "StageLine", "StageLost", "StageRefused"]
 
 @dataclass
 class _Due:
-    """A RESULT that somebody waits for."""
+    """A RESULT that a caller waits for."""
 
     epoch: int
     count: int
@@ -50,7 +50,7 @@ class _Session:
     most: int
     blocks: tuple[int, ...]
     widths: tuple[int, ...]  # that an answer may have; one, once OPENED has come
-    opened: asyncio.Future[None]
+    confirmation: asyncio.Future[None]
     sequence: int = 0  # of the last RUN sent
     due: dict[int, _Due] = field(default_factory=dict)  # by sequence
     refusal: StageRefused | None = None  # by the stage, which knows it no longer
@@ -58,9 +58,9 @@ class _Session:
     def fail(self, error: BlockTrainError) -> None:
         """Everything that is due raises this error."""
         due, self.due = self.due, {}
-        _fail(self.opened, error)
-        for waiting in due.values():
-            _fail(waiting.future, error)
+        _fail(self.confirmation, error)
+        for answer in due.values():
+            _fail(answer.future, error)
 
 
 class StageLine:
@@ -89,7 +89,7 @@ class StageLine:
         self._connection: Connection | None = None
         self._sessions: dict[int, _Session] = {}
         self._keeper: asyncio.Task[None] | None = None
-        self._tried = asyncio.Event()  # whether there is an outcome of an attempt to connect
+        self._attempt = asyncio.Event()  # whether there is an outcome of an attempt to connect
         self._heartbeat = LineHeartbeat()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -112,9 +112,9 @@ class StageLine:
         while not self.alive:
             if self.refusal is not None:
                 raise self.refusal
-            self._tried.clear()
+            self._attempt.clear()
             try:
-                await asyncio.wait_for(self._tried.wait(), max(deadline - time.monotonic(), 0))
+                await asyncio.wait_for(self._attempt.wait(), max(deadline - time.monotonic(), 0))
             except TimeoutError:
                 raise StageLost(
                     f"no stage answers at {self.name}; start one there with: blocktrain stage RUN"
@@ -153,21 +153,21 @@ class StageLine:
         if session in self._sessions:
             raise StageRefused(Why.DUPLICATED, SENTENCES[Why.DUPLICATED])
         width = facts.z_width if topology == "ring" and facts.kind == "blocks" else facts.width
-        asked = frames.Open(
+        header = frames.Open(
             topology, wire, width, most or facts.context, next, tuple(sorted(blocks))
         )
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        confirmation: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if topology == "ring":  # its last block answers, in state or in logits
             self._sessions[session] = _Session(
-                wire, asked.most, facts.blocks[-1:], (width, self.access.vocabulary), opened
+                wire, header.most, facts.blocks[-1:], (width, self.access.vocabulary), confirmation
             )
         else:
             self._sessions[session] = _Session(
-                wire, asked.most, asked.blocks or facts.blocks, (width,), opened
+                wire, header.most, header.blocks or facts.blocks, (width,), confirmation
             )
-        self._send(connection, frames.encode(asked, session))
+        self._send(connection, frames.encode(header, session))
         if topology == "ring":
-            await opened
+            await confirmation
 
     async def run(self, session: int, epoch: int, start: int, ids: Sequence[int]) -> Tensor:
         """Features (blocks, T, W) in float32 of the ids from `start` on; calls may overlap."""
@@ -246,13 +246,13 @@ class StageLine:
             try:
                 connection = await Connection.dial(self, self.access)
                 pause = PAUSES[0]
-                await connection.gone
+                await connection.closed
             except StageRefused as refused:
                 self.refusal = refused
                 pause = REFUSED_PAUSE
             except StageLost:
                 self.refusal = None
-            self._tried.set()
+            self._attempt.set()
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(2 * pause, PAUSES[1])
 
@@ -264,7 +264,7 @@ class StageLine:
         self._heartbeat.on_round_trip(rtt)
         self.rtt_ms = 1e3 * self._heartbeat.rtt
         self._beat()
-        self._tried.set()
+        self._attempt.set()
         if self.on_change:
             self.on_change(self)
 
@@ -308,11 +308,11 @@ class StageLine:
             len(known.blocks) * known.most * max(known.widths) * ITEM[known.wire], MOST_ANSWER
         )
 
-    def on_frames(self, connection: Connection, count: int, found: list[Frame]) -> None:
+    def on_frames(self, connection: Connection, count: int, batch: list[Frame]) -> None:
         """Called by the connection with what arrived."""
         self.bytes_in += count
         self._heartbeat.on_received(time.monotonic())
-        for frame in found:
+        for frame in batch:
             if connection is self._connection:
                 self._take(connection, frame)
 
@@ -322,29 +322,31 @@ class StageLine:
         if isinstance(header, frames.Result):
             self.queue = header.queue
             if known is not None:
-                self._answered(connection, known, frame, header)
+                self._handle_result(connection, known, frame, header)
         elif isinstance(header, frames.Pong):
             self.queue = header.queue
             self._heartbeat.on_pong(header.stamp, time.monotonic())
             self.rtt_ms = 1e3 * self._heartbeat.rtt
         elif isinstance(header, frames.Opened):
-            if known is not None and not known.opened.done():
-                self._opened(connection, known, header)
+            if known is not None and not known.confirmation.done():
+                self._handle_opened(connection, known, header)
         elif isinstance(header, frames.Error):
-            self._refused(frame.session, header)
+            self._handle_refusal(frame.session, header)
         else:
             connection.end(StageLost(f"{self.name} sends a frame that only a client may send"))
 
-    def _opened(self, connection: Connection, known: _Session, header: frames.Opened) -> None:
+    def _handle_opened(
+        self, connection: Connection, known: _Session, header: frames.Opened
+    ) -> None:
         if header.blocks != known.blocks or header.width not in known.widths:
             connection.end(
                 StageLost(f"{self.name} opens a session in another shape than was asked for")
             )
             return
         known.widths = (header.width,)
-        known.opened.set_result(None)
+        known.confirmation.set_result(None)
 
-    def _refused(self, session: int, header: frames.Error) -> None:
+    def _handle_refusal(self, session: int, header: frames.Error) -> None:
         """One session is refused, or all with their connection."""
         error = StageRefused(header.code, f"{self.name} refuses: {header.sentence}")
         known = self._sessions.get(session)
@@ -358,7 +360,7 @@ class StageLine:
         if header.code not in frames.SESSION_ONLY and self._connection is not None:
             self._connection.end(error)
 
-    def _answered(
+    def _handle_result(
         self, connection: Connection, known: _Session, frame: Frame, header: frames.Result
     ) -> None:
         for sequence in [s for s in known.due if s < frame.sequence]:

@@ -22,12 +22,12 @@ log = logging.getLogger("blocktrain.stage")
 
 
 class Compute:
-    """`put` work from the event loop; `done` is called there with what is over."""
+    """`put` work from the event loop; `on_finish` is called there with works that are over."""
 
     def __init__(
-        self, blocks: ServedBlocks, done: Callable[[list[Work]], None], threads: int = 1
+        self, blocks: ServedBlocks, on_finish: Callable[[list[Work]], None], threads: int = 1
     ) -> None:
-        self._blocks, self._done, self._threads = blocks, done, threads
+        self._blocks, self._on_finish, self._threads = blocks, on_finish, threads
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._turns: deque[Session] = deque()  # sessions with work, in the order of their turns
         self._thread: threading.Thread | None = None
@@ -55,10 +55,10 @@ class Compute:
         use_threads(self._threads)
         with torch.inference_mode():
             while self._collect():
-                if not self._tell(self._round()):
+                if not self._deliver(self._round()):
                     return
 
-    def _tell(self, finished: list[Work]) -> bool:
+    def _deliver(self, finished: list[Work]) -> bool:
         """Hand over what is finished; False if the loop is closed.
 
         This thread keeps no reference: sessions may end while it waits, and their caches are
@@ -66,7 +66,7 @@ class Compute:
         """
         try:
             if finished:
-                self._loop.call_soon_threadsafe(self._done, finished)
+                self._loop.call_soon_threadsafe(self._on_finish, finished)
         except RuntimeError:  # the loop is closed
             return False
         return True
@@ -86,52 +86,58 @@ class Compute:
 
     def _round(self) -> list[Work]:
         """One forward pass for as many sessions as fit, each with its oldest work."""
-        chosen: list[tuple[Work, int]] = []
-        over: list[Work] = []
+        batch: list[tuple[Work, int]] = []
+        finished: list[Work] = []
         room = PIECE  # rows: BLAS may sum longer products in another order
         for _ in range(len(self._turns)):
             session = self._turns.popleft()
             while session.works and (session.closed or session.works[0].dropped):
-                over.append(session.works.popleft())
+                finished.append(session.works.popleft())
             if not session.works:
                 continue
             work = session.works[0]
             rows = (
-                min(work.run.count - work.read, PIECE) if self._blocks.in_pieces else work.run.count
+                min(work.run.count - work.offset, PIECE)
+                if self._blocks.in_pieces
+                else work.run.count
             )
-            if chosen and (rows > room or not self._blocks.in_pieces):
+            if batch and (rows > room or not self._blocks.in_pieces):
                 self._turns.appendleft(session)
                 break
-            chosen.append((work, rows))
+            batch.append((work, rows))
             room -= rows
-        if chosen:
-            self._compute(chosen)
-        for work, _ in chosen:
+        if batch:
+            self._compute(batch)
+        for work, _ in batch:
             if work.result is not None or work.failed:
-                over.append(work.session.works.popleft())
+                finished.append(work.session.works.popleft())
             if work.session.works:
                 self._turns.append(work.session)
-        return over
+        return finished
 
-    def _compute(self, chosen: Sequence[tuple[Work, int]]) -> None:
+    def _compute(self, batch: Sequence[tuple[Work, int]]) -> None:
         began = time.perf_counter()
         try:
-            for (work, rows), found in zip(
-                chosen, self._blocks.work([self._rows(*c) for c in chosen]), strict=True
+            for (work, rows), output in zip(
+                batch, self._blocks.work([self._rows(*c) for c in batch]), strict=True
             ):
-                work.found.append(found)
-                work.read += rows
-                if work.read == work.run.count:
-                    whole = work.found[0] if len(work.found) == 1 else torch.cat(work.found, dim=1)
+                work.outputs.append(output)
+                work.offset += rows
+                if work.offset == work.run.count:
+                    whole = (
+                        work.outputs[0]
+                        if len(work.outputs) == 1
+                        else torch.cat(work.outputs, dim=1)
+                    )
                     work.count = whole.shape[1]
                     work.result = tensor_bytes(whole, work.session.wire)
-                    work.found = []
+                    work.outputs = []
         except Exception:  # these sessions fail, the others go on
             log.exception("could not compute a result")
-            for work, _ in chosen:
+            for work, _ in batch:
                 work.result, work.failed = None, True
         seconds = time.perf_counter() - began
-        for work, _ in chosen:
+        for work, _ in batch:
             work.seconds += seconds
 
     def _rows(self, work: Work, rows: int) -> Rows:
@@ -140,7 +146,7 @@ class Compute:
             session.memory = self._blocks.fresh(session.blocks)
         start = len(work.payload) - run.count * session.id_bytes
         ids = ids_tensor(memoryview(work.payload)[start:], session.id_bytes)
-        own = slice(work.read, work.read + rows)
+        own = slice(work.offset, work.offset + rows)
         state = None
         if width:
             state = torch.frombuffer(
@@ -149,11 +155,11 @@ class Compute:
             state = state.view(1, run.count, width)[:, own].float()
         # Of the wanted positions those in this piece; a ring passes on all of them.
         wanted = run.count if session.forwards or not run.wanted else run.wanted
-        here = max(0, min(rows, work.read + rows - (run.count - wanted)))
+        here = max(0, min(rows, work.offset + rows - (run.count - wanted)))
         return Rows(
             session.memory,
             session.blocks,
-            run.start + work.read,
+            run.start + work.offset,
             ids[own][None],
             state,
             run.tail,

@@ -38,8 +38,8 @@ class Work:
     payload: Buffer  # state, then ids
     peer: Peer | None = None  # the connection that it came on
     dropped: bool = False  # a newer epoch made it useless
-    read: int = 0  # positions done
-    found: list[Tensor] = field(default_factory=list)
+    offset: int = 0  # positions that are computed
+    outputs: list[Tensor] = field(default_factory=list)
     result: memoryview | None = None
     count: int = 0  # positions in the result
     failed: bool = False
@@ -60,7 +60,7 @@ class Session:
     item: int  # bytes per position of a RUN
     remembers: bool
     next: str
-    used: float  # when something last came
+    last_use: float  # when something last came
     sequence: int = 0
     epoch: int = 0
     known: int = 0  # positions that a RUN may follow
@@ -119,46 +119,46 @@ class Session:
 
 
 def open_session(
-    served: ServedBlocks, number: int, asked: Open, owner: Peer, now: float
+    served: ServedBlocks, number: int, request: Open, owner: Peer, now: float
 ) -> Session:
     """The session that an OPEN asks for, or FrameError."""
     facts = served.facts
-    if asked.topology != served.topology:
-        raise FrameError(Why.NOT_FOR_RING if asked.topology == "ring" else Why.NOT_FOR_FAN)
-    blocks = asked.blocks or facts.blocks
+    if request.topology != served.topology:
+        raise FrameError(Why.NOT_FOR_RING if request.topology == "ring" else Why.NOT_FOR_FAN)
+    blocks = request.blocks or facts.blocks
     if missing := [n for n in blocks if n not in facts.blocks]:
         raise FrameError(Why.NOT_HERE, f"block {missing[0]}")
     if blocks != tuple(sorted(set(blocks))) or (
-        asked.topology == "ring" and blocks != facts.blocks
+        request.topology == "ring" and blocks != facts.blocks
     ):
         raise FrameError(Why.WRONG_SHAPE, f"blocks {blocks} of {facts.blocks}")
-    width = served.pass_width if asked.topology == "ring" else facts.width
-    if asked.width != width or not 1 <= asked.most <= facts.context:
+    width = served.pass_width if request.topology == "ring" else facts.width
+    if request.width != width or not 1 <= request.most <= facts.context:
         raise FrameError(
             Why.WRONG_SHAPE,
-            f"width {asked.width} and {asked.most} positions "
+            f"width {request.width} and {request.most} positions "
             f"instead of {width} and up to {facts.context}",
         )
-    if asked.next:
+    if request.next:
         if served.last:
             raise FrameError(Why.WRONG_SHAPE, "nothing comes after the last block")
         try:
-            parse_address(asked.next)
+            parse_address(request.next)
         except ConfigError as error:
             raise FrameError(Why.WRONG_SHAPE, str(error)) from None
     id_bytes = id_width(facts.vocabulary)
-    item = id_bytes + served.state_width * ITEM[asked.wire]
+    item = id_bytes + served.state_width * ITEM[request.wire]
     return Session(
         number,
         owner,
-        asked.topology,
-        asked.wire,
-        asked.most,
+        request.topology,
+        request.wire,
+        request.most,
         blocks,
         id_bytes,
         item,
         served.remembers,
-        asked.next,
+        request.next,
         now,
     )
 

@@ -47,7 +47,7 @@ class StageLimits:
 
 @dataclass(frozen=True)
 class Guard:
-    """Who is let in, and how this stage proves itself, also to the next of a ring."""
+    """The key and the certificates of a stage, for its clients and for the next stage of a ring."""
 
     key: bytes = b""
     tls: ssl.SSLContext | None = None
@@ -69,15 +69,15 @@ class Stage:
         self.queue = 0  # RUNs that are not answered yet
         self.rings: dict[int, Session] = {}
         self.address = ""
-        self._compute = Compute(blocks, self._finished, threads)
+        self._compute = Compute(blocks, self._deliver, threads)
         self._unproven: dict[str, OrderedDict[Peer, None]] = {}
         self._peers: set[Peer] = set()
         self._sessions: set[Session] = set()
         self._followers: dict[str, StageLine] = {}
         self._server: asyncio.Server | None = None
-        self._checking: asyncio.Task[None] | None = None
-        self._openings: set[asyncio.Task[None]] = set()
-        self._closings: set[asyncio.Task[None]] = (
+        self._check_task: asyncio.Task[None] | None = None
+        self._open_tasks: set[asyncio.Task[None]] = set()
+        self._close_tasks: set[asyncio.Task[None]] = (
             set()
         )  # of lines to followers that are not needed any more
 
@@ -102,20 +102,20 @@ class Stage:
             ) from None
         name = self._server.sockets[0].getsockname()
         self.address = format_address(host, name[1])
-        self._checking = self.loop.create_task(self._check())
+        self._check_task = self.loop.create_task(self._check())
         return self.address
 
     async def aclose(self) -> None:
         """Close all connections and stop computing."""
-        if self._checking is not None:
-            self._checking.cancel()
-        for opening in self._openings:
-            opening.cancel()
+        if self._check_task is not None:
+            self._check_task.cancel()
+        for task in self._open_tasks:
+            task.cancel()
         if self._server is not None:
             self._server.close()
         for peer in [*self._peers, *self._all_unproven()]:
             peer.transport.abort()
-        await asyncio.gather(*self._closings)
+        await asyncio.gather(*self._close_tasks)
         for line in self._followers.values():
             await line.aclose()
         self._compute.stop()
@@ -132,11 +132,11 @@ class Stage:
             for peer in [p for p in (*self._peers, *self._all_unproven()) if p.overdue]:
                 peer.refuse(FrameError(Why.TOO_SLOW))
             before = self.now() - self.limits.idle_seconds
-            for session in [s for s in self._sessions if s.used < before and not s.waiting]:
+            for session in [s for s in self._sessions if s.last_use < before and not s.waiting]:
                 self.end(session)
             for line in [
                 f for f in self._spare_followers() if not f.alive
-            ]:  # else it would be dialled forever
+            ]:  # or it would be dialled forever
                 self._let_go(line)
 
     @property
@@ -180,25 +180,25 @@ class Stage:
     def welcome(self, challenge: bytes, hello: bytes) -> frames.Welcome:
         """What this stage is, and the proof that it knows the key."""
         f = self.blocks.facts
-        said = frames.Welcome(
+        welcome = frames.Welcome(
             bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model
         )
-        return handshake.prove_welcome(self.guard.key, challenge, hello, said)
+        return handshake.prove_welcome(self.guard.key, challenge, hello, welcome)
 
     # -- sessions
 
-    def open(self, number: int, asked: frames.Open, owner: Peer) -> Session:
+    def open(self, number: int, request: frames.Open, owner: Peer) -> Session:
         """A new session; one of a ring first gets a line to the next stage."""
         if len(self._sessions) >= self.limits.sessions:
             raise FrameError(Why.TOO_MANY_SESSIONS, f"{self.limits.sessions} are open")
-        if asked.topology == "ring" and number in self.rings:
+        if request.topology == "ring" and number in self.rings:
             raise FrameError(Why.DUPLICATED, f"session {number}")
-        session = open_session(self.blocks, number, asked, owner, self.now())
+        session = open_session(self.blocks, number, request, owner, self.now())
         if session.next:
             line = self._follower(session.next)
-            opening = self.loop.create_task(self._open_ring(session, line))
-            self._openings.add(opening)
-            opening.add_done_callback(self._openings.discard)
+            task = self.loop.create_task(self._open_ring(session, line))
+            self._open_tasks.add(task)
+            task.add_done_callback(self._open_tasks.discard)
         self._sessions.add(session)
         if session.topology == "ring":
             self.rings[number] = session
@@ -227,8 +227,8 @@ class Stage:
                     vocabulary=facts.vocabulary,
                 ),
             )
-            line.on_change = self._follower_changed
-            line.on_refusal = self._follower_refused
+            line.on_change = self._on_follower_change
+            line.on_refusal = self._on_follower_refusal
             self._followers[name] = line
         return line
 
@@ -240,9 +240,9 @@ class Stage:
     def _let_go(self, line: StageLine) -> None:
         del self._followers[line.name]
         line.on_change = line.on_refusal = None  # a new line to the same place may be there by then
-        closing = self.loop.create_task(line.aclose())
-        self._closings.add(closing)
-        closing.add_done_callback(self._closings.discard)
+        task = self.loop.create_task(line.aclose())
+        self._close_tasks.add(task)
+        task.add_done_callback(self._close_tasks.discard)
 
     async def _open_ring(self, session: Session, line: StageLine) -> None:
         try:
@@ -252,17 +252,17 @@ class Stage:
             self._end_with(session, FrameError(Why.NEXT_LOST, str(error)))
             return
         if not session.closed:
-            session.owner.opened(session)
+            session.owner.confirm_open(session)
 
-    def _follower_changed(self, line: StageLine) -> None:
+    def _on_follower_change(self, line: StageLine) -> None:
         if not line.alive:
             for session in [s for s in self.rings.values() if s.next == line.name]:
                 self._end_with(session, FrameError(Why.NEXT_LOST, line.name))
 
-    def _follower_refused(self, number: int, said: frames.Error) -> None:
+    def _on_follower_refusal(self, number: int, refusal: frames.Error) -> None:
         session = self.rings.get(number)
         if session is not None:
-            self._end_with(session, FrameError(Why.NEXT_LOST, said.sentence))
+            self._end_with(session, FrameError(Why.NEXT_LOST, refusal.sentence))
 
     def _end_with(self, session: Session, error: FrameError) -> None:
         if not session.closed:
@@ -286,7 +286,7 @@ class Stage:
         peer.flow()
         self._compute.put(work)
 
-    def _finished(self, works: Sequence[Work]) -> None:
+    def _deliver(self, works: Sequence[Work]) -> None:
         for work in works:
             session = work.session
             self.queue -= 1
@@ -314,10 +314,10 @@ class Stage:
                 self._end_with(session, FrameError(Why.NEXT_LOST, str(error)))
             return
         first = run.start + run.count - work.count
-        said = frames.Result(
+        header = frames.Result(
             run.epoch, first, work.count, self.queue, min(int(1e6 * work.seconds), 2**32 - 1)
         )
-        session.owner.send(frames.encode(said, session.number, work.sequence, [result]))
+        session.owner.send(frames.encode(header, session.number, work.sequence, [result]))
 
 
 class Peer(asyncio.BufferedProtocol):
@@ -335,10 +335,10 @@ class Peer(asyncio.BufferedProtocol):
         self.waiting = 0  # RUNs that are not answered yet
         self.ended = False
         self._paused = self._unread = False
-        self.heard = stage.now()
+        self.last_received = stage.now()
         self._deadline: float | None = None  # of the handshake
         self._began: float | None = None  # the frame that is on its way ...
-        self._announced = 0  # ... and its bytes
+        self._frame_size = 0  # ... and its bytes
         self._write_deadline: float | None = None
 
     # -- bytes
@@ -361,20 +361,20 @@ class Peer(asyncio.BufferedProtocol):
             return
         error: FrameError | None = None
         try:
-            found = self.decoder.advance(nbytes)
+            batch = self.decoder.advance(nbytes)
         except FrameError as refused:
-            found, error = refused.before, refused
-        self.heard = self.stage.now()
-        for frame in found:
+            batch, error = refused.before, refused
+        self.last_received = self.stage.now()
+        for frame in batch:
             if not self.ended:
                 self._take(frame)
         if error is not None:
             self.refuse(error)
-        if found:
-            self._began, self._announced = None, 0
-        self._announced = max(self._announced, self.decoder.needed_bytes)
-        if self._announced and self._began is None:
-            self._began = self.heard
+        if batch:
+            self._began, self._frame_size = None, 0
+        self._frame_size = max(self._frame_size, self.decoder.needed_bytes)
+        if self._frame_size and self._began is None:
+            self._began = self.last_received
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
@@ -402,9 +402,9 @@ class Peer(asyncio.BufferedProtocol):
             if paused:
                 self.transport.pause_reading()
             else:
-                self.heard = self.stage.now()  # nothing was read from it meanwhile
+                self.last_received = self.stage.now()  # nothing was read from it meanwhile
                 if self._began is not None:
-                    self._began = self.heard
+                    self._began = self.last_received
                 self.transport.resume_reading()
 
     @property
@@ -419,11 +419,13 @@ class Peer(asyncio.BufferedProtocol):
             return False
         if (
             self._began is not None
-            and now > self._began + limits.frame_seconds + self._announced / limits.least_rate
+            and now > self._began + limits.frame_seconds + self._frame_size / limits.least_rate
         ):
             return True
         return now > (
-            self.heard + limits.silence_seconds if self._deadline is None else self._deadline
+            self.last_received + limits.silence_seconds
+            if self._deadline is None
+            else self._deadline
         )
 
     def send(self, buffers: list[Buffer]) -> None:
@@ -455,8 +457,8 @@ class Peer(asyncio.BufferedProtocol):
     def _cap(self, kind: Kind, session: int) -> int:
         if self.role is None:
             return 0
-        if kind == Kind.RUN and (found := self._session(session)) is not None:
-            return found.most_payload
+        if kind == Kind.RUN and (state := self._session(session)) is not None:
+            return state.most_payload
         return most_payload(self.stage.blocks, kind)
 
     def _session(self, number: int) -> Session | None:
@@ -497,29 +499,27 @@ class Peer(asyncio.BufferedProtocol):
         self.role, self._deadline = header.role, None
         self.send(frames.encode(stage.welcome(self.nonce, header.nonce)))
 
-    def _open(self, frame: Frame, asked: frames.Open) -> None:
+    def _open(self, frame: Frame, request: frames.Open) -> None:
         if frame.session in self.sessions:
             raise FrameError(Why.DUPLICATED, f"session {frame.session}")
         if frame.sequence:
             raise FrameError(Why.OUT_OF_ORDER, f"OPEN with sequence {frame.sequence}")
-        session = self.stage.open(frame.session, asked, self)
+        session = self.stage.open(frame.session, request, self)
         self.sessions[frame.session] = session
         if not session.next:
-            self.opened(session)
+            self.confirm_open(session)
 
-    def opened(self, session: Session) -> None:
-        answering = session.blocks if session.topology == "fan" else session.blocks[-1:]
+    def confirm_open(self, session: Session) -> None:
+        blocks = session.blocks if session.topology == "fan" else session.blocks[-1:]
         self.send(
-            frames.encode(
-                frames.Opened(answering, self.stage.blocks.answer_width()), session.number
-            )
+            frames.encode(frames.Opened(blocks, self.stage.blocks.answer_width()), session.number)
         )
 
     def _run(self, frame: Frame, run: frames.Run) -> None:
         session = self._session(frame.session)
         if session is None:
             raise FrameError(Why.UNKNOWN_SESSION, f"session {frame.session}")
-        session.used = self.heard
+        session.last_use = self.last_received
         work = session.admit(frame.sequence, run, frame.payload, gaps=self.role == "stage")
         if work is not None:
             self.stage.put(work, self)
