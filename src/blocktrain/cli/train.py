@@ -102,7 +102,7 @@ def _train(found: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]
     plan = TrainingPlan(
         run, config, source(data), reference, slots, flags.threads, flags.eval_bytes
     )
-    plan.evaluated().require(config.context, "valid", advice=EVAL_ADVICE)
+    plan.eval_corpus().require(config.context, "valid", advice=EVAL_ADVICE)
     console.print(
         f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  "
         f"{config.blocks} blocks, {config.steps} steps each"

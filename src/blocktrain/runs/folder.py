@@ -141,10 +141,12 @@ def open_run(folder: Path) -> RunSettings:
     return RunSettings(RunFolder(folder), config, data, reference)
 
 
-def want_reference(opened: RunSettings) -> RunSettings:
-    """Write down that the end-to-end model is wanted too, for this and all later resumes."""
-    write_atomic(opened.run.folder / "config.toml", _settings(opened.config, opened.data, True))
-    return opened._replace(reference=True)
+def want_reference(settings: RunSettings) -> RunSettings:
+    """Note in config.toml to train the end-to-end model too, now and in later resumes."""
+    write_atomic(
+        settings.run.folder / "config.toml", _settings(settings.config, settings.data, True)
+    )
+    return settings._replace(reference=True)
 
 
 def publish(run: RunFolder, index: int, block: Block) -> None:
@@ -173,7 +175,9 @@ def load_independent(
     """The same for a block that reads only tokens, or the reference."""
     block = load_block(run, config, index, device)
     if not isinstance(block, IndependentBlock):
-        raise RunError(f"{block_name(index)} is the fusion block; it is nothing without the others")
+        raise RunError(
+            f"{block_name(index)} is the fusion block; it cannot be used without the others"
+        )
     return block
 
 

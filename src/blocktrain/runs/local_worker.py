@@ -42,8 +42,10 @@ def work(channel: Channel, options: LocalWorker) -> None:
     reporter = ChannelReporter(channel, options.steps)
     with own_identity(options.cache) as identity:
         worker = Worker(client, options.cache, identity, machine, reporter.emit, shared=True)
-        worker.run(lambda: channel.should_stop or reporter.coordinator_lost, lambda: reporter.done)
-    if reporter.coordinator_lost:
+        worker.run(
+            lambda: channel.should_stop or reporter.coordinator_is_lost, lambda: reporter.done
+        )
+    if reporter.coordinator_is_lost:
         raise RunError(
             "the coordinator in the main process no longer answers; continue with --resume"
         )
@@ -57,13 +59,13 @@ class ChannelReporter:
     steps: int
     clock: Clock = field(default_factory=SystemClock)
     block: int = 0
-    reported: float = 0.0
+    last_report: float = 0.0
     losses: list[float] = field(default_factory=list)
     away: float | None = None
     done: bool = False  # the last steps of a block are trained and accepted
 
     @property
-    def coordinator_lost(self) -> bool:
+    def coordinator_is_lost(self) -> bool:
         """Whether the coordinator, which is on this very machine, was silent for too long."""
         return self.away is not None and self.clock.monotonic() - self.away > AWAY_SECONDS
 
@@ -91,7 +93,7 @@ class ChannelReporter:
     def _step(self, step: int, loss: float) -> None:
         self.losses.append(loss)
         now = self.clock.monotonic()
-        if now - self.reported > REPORT_SECONDS or step == self.steps:
+        if now - self.last_report > REPORT_SECONDS or step == self.steps:
             mean = sum(self.losses) / len(self.losses)
             self.channel.send(kind="step", block=self.block, step=step, loss=mean)
-            self.reported, self.losses = now, []
+            self.last_report, self.losses = now, []

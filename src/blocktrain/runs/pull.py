@@ -79,7 +79,7 @@ def pull(
             "the run's settings mean something else to this version of blocktrain; "
             "install the coordinator's version"
         )
-    chosen = choose_versions(client, manifest, config)
+    model = choose_versions(client, manifest, config)
     data = str((out / "corpus").resolve())
     run, record = _open_folder(out, manifest.run, config, data)
     for part in ("train", "valid"):
@@ -93,17 +93,17 @@ def pull(
         target.unlink()
         return unpack(content)
 
-    compose_run(run, config, chosen.versions.values(), fetch_weights, record.blocks)
+    compose_run(run, config, model.versions.values(), fetch_weights, record.blocks)
     blocks = {
         str(index): PulledBlock(weights=pin.weights.sha256, file=file_sha256(run.weights(index)))
-        for index, pin in chosen.versions.items()
+        for index, pin in model.versions.items()
     }
     progress("pool weights")
     corpus = open_corpus(data, None, out).encode(tokenizer_of(config))
     with limited_threads():
         fit_and_seal(run, config, data, corpus.calibration)
     write_atomic(out / RECORD, write(PullRecord(run=manifest.run, blocks=blocks)))
-    return chosen
+    return model
 
 
 def _open_folder(out: Path, run_id: str, config: Config, data: str) -> tuple[RunFolder, PullRecord]:

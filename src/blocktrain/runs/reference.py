@@ -34,7 +34,7 @@ class TrainingPlan:
         """The tokens that the model reads."""
         return self.source.open().encode(tokenizer_of(self.config))
 
-    def evaluated(self) -> Corpus:
+    def eval_corpus(self) -> Corpus:
         """The same, with the valid part that the result is measured on."""
         text = self.source.open().limit_valid(self.eval_bytes)
         return text.encode(tokenizer_of(self.config))
@@ -50,20 +50,20 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
             trainer.load(state)
         except RunError:
             channel.send(kind="state_lost")
-    reported = saved = time.monotonic()
+    last_report = last_save = time.monotonic()
     losses: list[float] = []
     for step, loss in trainer.run(plan.corpus().train, plan.config.steps):
         losses.append(loss)
         now = time.monotonic()
-        if now - reported > REPORT_SECONDS or step == plan.config.steps:
+        if now - last_report > REPORT_SECONDS or step == plan.config.steps:
             channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
-            reported, losses = now, []
+            last_report, losses = now, []
         if channel.should_stop:
             trainer.save(state)
             raise Interrupted("stopped; its state is saved: continue with --resume")
-        if now - saved > CHECKPOINT_SECONDS:
+        if now - last_save > CHECKPOINT_SECONDS:
             trainer.save(state)
-            saved = now
+            last_save = now
     channel.send(
         kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb()
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Curve = list[tuple[int, float]]  # steps made, loss
 
-MOST_POINTS = 160  # of a curve, so that a long run makes no heavy page
+MOST_POINTS = 160  # of a curve, so that the page of a long run stays small
 TALL = 3.8  # inches of the two charts that matter most
 MOST_ROWS = 24  # of one kind in a chart; the tables have them all
 NUMBERED = re.compile(r"(block|euler)_(\d+)")
@@ -72,16 +72,16 @@ class _Facts:
 
     def by_block(self, key: str) -> dict[int, float]:
         """A table of the result, by block."""
-        found = _object(self.result.get(key))
+        table = _object(self.result.get(key))
         numbers = range(self.config.blocks + 1)
         return {
             n: float(v)
             for n in numbers
-            if _is_number(v := found.get(block_name(n))) and math.isfinite(v)
+            if _is_number(v := table.get(block_name(n))) and math.isfinite(v)
         }
 
     @property
-    def trained(self) -> list[int]:
+    def block_numbers(self) -> list[int]:
         """All blocks, then the reference if there is one."""
         reference = "reference" in self.ce or REFERENCE in self.curves
         return [*range(1, self.config.blocks + 1), *([REFERENCE] if reference else [])]
@@ -109,7 +109,7 @@ def write_report(folder: Path) -> Path:
     name = folder.resolve().name
     where = (
         name if folder.is_absolute() or folder == Path() else str(folder)
-    )  # a page to pass on tells no one's home folder
+    )  # a page that is passed on must not show a home folder
     sample = _object(facts.result.get("sample"))
     words = {
         "name": name,
@@ -120,7 +120,7 @@ def write_report(folder: Path) -> Path:
         "run": shlex.quote(where),
         "data": ""
         if Path(facts.data).is_absolute()
-        else f" --data {shlex.quote(facts.data)}",  # a path of this machine goes without saying
+        else f" --data {shlex.quote(facts.data)}",  # an absolute path is of no use elsewhere
         "fingerprint": facts.config.fingerprint,
     }
     page = Template(
@@ -134,9 +134,7 @@ def write_report(folder: Path) -> Path:
         settings=_settings_table(facts.config),
     )
     path = folder / "report.html"
-    write_atomic(
-        path, page.encode("utf-8", "replace")
-    )  # a lone surrogate in a sample is no reason to have no page
+    write_atomic(path, page.encode("utf-8", "replace"))  # a sample may hold a lone surrogate
     return path
 
 
@@ -169,7 +167,7 @@ def _gather(folder: Path) -> _Facts:
 
 
 def _curves(events: Iterable[Mapping[str, Any]]) -> dict[int, Curve]:
-    """The losses of each block. A resumed block repeats steps: what it says last counts."""
+    """The losses of each block. A resumed block repeats steps; the last loss of a step counts."""
     curves: dict[int, Curve] = {}
     for event in events:
         block, step, loss = (event.get(key) for key in ("block", "step", "loss"))
@@ -225,17 +223,17 @@ def _verdict(facts: _Facts) -> str:
         else math.nan,
         "the end-to-end reference of the same shape": facts.ce.get("reference", math.nan),
     }
-    compared = ", and ".join(
-        _compared(composed, value, name) for name, value in others.items() if math.isfinite(value)
+    comparisons = ", and ".join(
+        _compare(composed, value, name) for name, value in others.items() if math.isfinite(value)
     )
     needs = (
         f"the composed model needs <strong>{composed:.3f} nats per byte</strong> "
         f"({composed / math.log(2):.3f} bits)"
     )
-    return f"On text it never saw, {needs}{': ' if compared else ''}{compared}."
+    return f"On text it never saw, {needs}{': ' if comparisons else ''}{comparisons}."
 
 
-def _compared(value: float, other: float, name: str) -> str:
+def _compare(value: float, other: float, name: str) -> str:
     difference = value - other
     if abs(difference) < 5e-4:
         return f"as much as {name}"
@@ -246,22 +244,18 @@ def _compared(value: float, other: float, name: str) -> str:
 
 def _label(name: str, config: Config) -> str:
     """A predictor's name in words."""
-    if numbered := NUMBERED.fullmatch(name):
-        return (
-            f"block {numbered[2]} alone"
-            if numbered[1] == "block"
-            else f"path after block {numbered[2]}"
-        )
-    known = {
+    if match := NUMBERED.fullmatch(name):
+        return f"block {match[2]} alone" if match[1] == "block" else f"path after block {match[2]}"
+    names = {
         "fuse": "fusion block",
         "euler": "Euler path",
         "marginal": "mean of several paths",
         "reference": "end-to-end reference",
     }
     return (
-        f"composed ({known.get(config.compose, config.compose)})"
+        f"composed ({names.get(config.compose, config.compose)})"
         if name == "composed"
-        else known.get(name, name.replace("_", " "))
+        else names.get(name, name.replace("_", " "))
     )
 
 
@@ -300,15 +294,13 @@ def _table(
     return f'{region}<table class="{kind}">{table}</table></div>'
 
 
-def _ordered(facts: _Facts) -> list[str]:
+def _predictor_order(facts: _Facts) -> list[str]:
     """Predictors from single blocks to the whole; `composed` stands for its own composition."""
     ranks = {"pool": 2, "fuse": 3, "euler": 3, "marginal": 4, "composed": 5, "reference": 6}
 
     def rank(name: str) -> tuple[int, int]:
-        numbered = NUMBERED.fullmatch(name)
-        return (
-            (int(numbered[1] == "euler"), int(numbered[2])) if numbered else (ranks.get(name, 4), 0)
-        )
+        match = NUMBERED.fullmatch(name)
+        return (int(match[1] == "euler"), int(match[2])) if match else (ranks.get(name, 4), 0)
 
     return sorted((name for name in facts.ce if name != facts.config.compose), key=rank)
 
@@ -322,7 +314,7 @@ def _valid_part(facts: _Facts) -> str:
 
 
 def _ce_table(facts: _Facts) -> str:
-    names, rows = _ordered(facts), []
+    names, rows = _predictor_order(facts), []
     for name in names:
         nats = facts.ce[name]
         per_byte = perplexity(nats)
@@ -356,11 +348,12 @@ def _block_table(facts: _Facts) -> str:
         "pool weight": {n: f"{w:.3f}" for n, w in weights.items()},
         "last loss": {n: f"{curve[-1][1]:.4f}" for n, curve in facts.curves.items()},
     }
-    shown = {title: cells for title, cells in columns.items() if cells}
+    filled = {title: cells for title, cells in columns.items() if cells}
     rows = [
-        (facts.title(n), *(cells.get(n, "–") for cells in shown.values())) for n in facts.trained
+        (facts.title(n), *(cells.get(n, "–") for cells in filled.values()))
+        for n in facts.block_numbers
     ]
-    return _table("Blocks, each trained in a process of its own", ("", *shown), rows, "numbers")
+    return _table("Blocks, each trained in a process of its own", ("", *filled), rows, "numbers")
 
 
 def _settings_table(config: Config) -> str:
@@ -425,7 +418,7 @@ def _loss_chart(facts: _Facts) -> str:
 
     (axes,) = _panels(0, least=TALL)
     axes.set_yscale("log")
-    labelled = _thinned(list(facts.curves), 8)
+    legend = _pick_evenly(list(facts.curves), 8)
     for index, curve in facts.curves.items():
         steps, losses = _smooth(curve)
         dashes = (
@@ -435,7 +428,7 @@ def _loss_chart(facts: _Facts) -> str:
             if len(BLOCKS) < index <= facts.config.independent
             else "-"
         )
-        label = facts.title(index) if index in labelled else None
+        label = facts.title(index) if index in legend else None
         axes.plot(
             steps,
             losses,
@@ -470,28 +463,28 @@ def _smooth(curve: Curve) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float
         [part.mean(0) for part in np.array_split(np.array(curve), min(MOST_POINTS, len(curve)))]
     )
     reach = len(means) // 40
-    padded = np.pad(means[:, 1], reach, mode="edge")
+    losses = np.pad(means[:, 1], reach, mode="edge")
     return means[:, 0], np.convolve(
-        padded, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid"
+        losses, np.full(2 * reach + 1, 1 / (2 * reach + 1)), "valid"
     ).clip(1e-4)
 
 
 def _ce_chart(facts: _Facts) -> str:
-    finite = [name for name in _ordered(facts) if math.isfinite(facts.ce[name])]
+    finite = [name for name in _predictor_order(facts) if math.isfinite(facts.ce[name])]
     names = [
         n
         for kind in ("block_", "euler_")
-        for n in _thinned([f for f in finite if f.startswith(kind)], MOST_ROWS)
+        for n in _pick_evenly([f for f in finite if f.startswith(kind)], MOST_ROWS)
     ]
     names += [name for name in finite if not NUMBERED.fullmatch(name)]
     if not names:
         return ""
     (axes,) = _panels(len(names), least=TALL)
     for row, name in enumerate(names):
-        numbered = NUMBERED.fullmatch(name)
+        match = NUMBERED.fullmatch(name)
         colour = (
-            facts.colour(int(numbered[2]))
-            if numbered
+            facts.colour(int(match[2]))
+            if match
             else {"composed": ACCENT, "reference": INK}.get(name, MUTED)
         )
         axes.plot(facts.ce[name], row, "o", color=colour, markersize=9 if name == "composed" else 7)
@@ -517,7 +510,7 @@ def _ce_chart(facts: _Facts) -> str:
 def _range_chart(facts: _Facts) -> str:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    blocks = _thinned(list(facts.ranges), MOST_ROWS)
+    blocks = _pick_evenly(list(facts.ranges), MOST_ROWS)
     if not blocks:
         return ""
     (axes,) = _panels(len(blocks))
@@ -564,8 +557,9 @@ def _bars(
     facts: _Facts, name: str, title: str, note: str, tables: Mapping[str, Mapping[int, float]]
 ) -> str:
     """Bars from zero, a row per block, a panel per table."""
-    blocks = _thinned(
-        [n for n in facts.trained if any(n in values for values in tables.values())], MOST_ROWS
+    blocks = _pick_evenly(
+        [n for n in facts.block_numbers if any(n in values for values in tables.values())],
+        MOST_ROWS,
     )
     if not blocks:
         return ""
@@ -590,7 +584,7 @@ def _bars(
     return _chart(panels[0], name, title, note)
 
 
-def _thinned(items: Sequence[Any], most: int) -> list[Any]:
+def _pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
     """At most `most` items: the first, the last, and some evenly between them."""
     return [
         items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)

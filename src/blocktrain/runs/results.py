@@ -37,7 +37,7 @@ SAMPLE_TOKENS = 400
 
 def complete(plan: TrainingPlan, progress: Progress) -> dict[str, Any]:
     """Fit the pool, seal the model, evaluate everything, write result.json, and return it."""
-    corpus = plan.evaluated()
+    corpus = plan.eval_corpus()
     device = pick_device(plan.config.device)
     with limited_threads(plan.threads):
         fit_and_seal(plan.run, plan.config, plan.source.spec, corpus.calibration, device)
@@ -100,13 +100,13 @@ def _measure(
     ce = evaluate_run(
         plan.run.folder, model, corpus, draws=1, progress=progress, threads=plan.threads
     )
-    work = _work_done(plan.run)
-    valid_bytes, evaluated = len(plan.source.open().valid), len(corpus.text.valid)
+    work = _training_costs(plan.run)
+    valid_bytes, eval_bytes = len(plan.source.open().valid), len(corpus.text.valid)
     tokenizer = tokenizer_of(config)
     prompt = corpus.valid[: config.context // 2].tolist()
     sampler = Sampler(config.seed, temperature=0.8)
     with limited_threads():
-        written = list(write(model, prompt, SAMPLE_TOKENS, sampler))
+        sample = list(write(model, prompt, SAMPLE_TOKENS, sampler))
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
@@ -115,7 +115,7 @@ def _measure(
             "train_bytes": len(corpus.text.train),
             "valid_bytes": valid_bytes,
             # Only if --eval-bytes made it less.
-            **({"evaluated_bytes": evaluated} if evaluated < valid_bytes else {}),
+            **({"evaluated_bytes": eval_bytes} if eval_bytes < valid_bytes else {}),
         },
         "parameters": {
             block_name(n): _parameters(plan, n)
@@ -129,23 +129,23 @@ def _measure(
         if config.objective == "denoise"
         else None,
         "seconds": {
-            block_name(n): round(sum(seconds for seconds, _ in done), 1)
-            for n, done in sorted(work.items())
+            block_name(n): round(sum(seconds for seconds, _ in sessions), 1)
+            for n, sessions in sorted(work.items())
         },
         "peak_mb": {
-            block_name(n): max(peak for _, peak in done) for n, done in sorted(work.items())
+            block_name(n): max(peak for _, peak in sessions) for n, sessions in sorted(work.items())
         },
         "sample": {
             "prompt": tokenizer.decode(prompt).decode("utf-8", "replace"),
-            "text": tokenizer.decode(written).decode("utf-8", "replace"),
+            "text": tokenizer.decode(sample).decode("utf-8", "replace"),
             "temperature": 0.8,
         },
     }
 
 
-def _work_done(run: RunFolder) -> dict[int, list[tuple[float, float]]]:
+def _training_costs(run: RunFolder) -> dict[int, list[tuple[float, float]]]:
     """By block, seconds and peak memory of each time it was trained: a run may be resumed."""
-    found: dict[int, list[tuple[float, float]]] = {}
+    work: dict[int, list[tuple[float, float]]] = {}
     for event in read_events(run.events):
         match event:
             case {
@@ -155,9 +155,9 @@ def _work_done(run: RunFolder) -> dict[int, list[tuple[float, float]]]:
                 "peak_mb": int() | float() as peak,
             }:
                 # The reference reports the seconds of all its steps at once.
-                before = [] if block == REFERENCE else found.get(block, [])
-                found[block] = [*before, (seconds, peak)]
-    return found
+                before = [] if block == REFERENCE else work.get(block, [])
+                work[block] = [*before, (seconds, peak)]
+    return work
 
 
 def _parameters(plan: TrainingPlan, index: int) -> int:
