@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blocktrain.bench.network.shaper import Link, shaped
+from blocktrain.bench.network.shaper import Link, shape_link
 from blocktrain.bench.transport.coordinator import (
     SwarmOptions,
     Vitals,
@@ -103,13 +103,13 @@ def test_a_swarm_of_few_against_a_coordinator_here(tmp_path: Path) -> None:
         notes = asyncio.run(run_swarm(load))
         assert not notes.errors
         kinds = [entry.kind for entry in whole_ledger(LocalClient(coordinator))]
-    assert 4 < notes.accepted <= kinds.count("update")
-    assert 4 < notes.joined <= kinds.count("join"), "new ones come"
-    assert notes.left >= 1
+    assert 4 < notes.updates <= kinds.count("update")
+    assert 4 < notes.joins <= kinds.count("join"), "new ones come"
+    assert notes.leaves >= 1
     assert kinds.count("version") > config.blocks, "rounds close: their updates are real"
     assert set(notes.calls) >= CALLS
     result = swarm_result(load, notes)
-    assert result["errors"] == 0 and result["calls"]["submit"]["count"] >= notes.accepted
+    assert result["errors"] == 0 and result["calls"]["submit"]["count"] >= notes.updates
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_an_answer_that_is_not_the_expected_one_is_an_error(tmp_path: Path) -> N
 
 def test_what_the_figures_mean() -> None:
     load = SwarmOptions(1000, 60.0).load("127.0.0.1", 1)
-    assert (load.heartbeat, load.task, load.gathering) == (10.0, 60.0, 60.0)
+    assert (load.heartbeat, load.task, load.ramp_seconds) == (10.0, 60.0, 60.0)
     assert (SwarmOptions(1000, 60.0).blocks, SwarmOptions(1000, 60.0).replicas) == (32, 16)
     assert SwarmOptions(20, 3.0).load("127.0.0.1", 1).heartbeat == 0.5
     notes = Notes(calls={"join": [(float(n), n / 1000) for n in range(1, 101)]})
@@ -193,7 +193,7 @@ def test_an_upload_fills_a_long_line(tmp_path: Path) -> None:
     ):
         host, port = url.removeprefix("http://").split(":")
         with (
-            shaped(host, int(port), Link(rtt_ms=80), apart=False) as line,
+            shape_link(host, int(port), Link(rtt_ms=80), apart=False) as line,
             closing(Counting(line.url)) as client,
         ):
             worker = FakeWorker(client)

@@ -12,7 +12,7 @@ import torch
 from blocktrain.bench.quality import quality
 from blocktrain.bench.serving import report as serving_report
 from blocktrain.bench.serving.answers import Way, quantile, take_prompts
-from blocktrain.bench.serving.costs import Costs, fitted
+from blocktrain.bench.serving.costs import Costs, fit_line
 from blocktrain.bench.serving.failover import Case, summary
 from blocktrain.bench.serving.serving import SWEEPS, gain
 from blocktrain.bench.serving.shape import Shape, buffer, parse_shape, shared_model
@@ -47,12 +47,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(quality.SCALES, "tiny", small)
         source = Source(str(corpus_folder), None, corpus_folder)
-        assert serving_report.trained(folder, "tiny", source, 0, 2) == folder
+        assert serving_report.train_run(folder, "tiny", source, 0, 2) == folder
         before = (folder / "model" / "config.json").stat().st_mtime_ns
-        assert serving_report.trained(folder, "tiny", source, 0, 2) == folder
+        assert serving_report.train_run(folder, "tiny", source, 0, 2) == folder
         assert (folder / "model" / "config.json").stat().st_mtime_ns == before
         with pytest.raises(RunError, match="--out"):
-            serving_report.trained(folder, "tiny", source, 1, 2)
+            serving_report.train_run(folder, "tiny", source, 1, 2)
     return folder
 
 
@@ -239,7 +239,7 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     costs = Costs(free, 0.0, free, free, 3, 8, 0.0, 0.0, acceptance=0.5)
 
     def predicted(topology: Any, mode: Any, sweeps: float = 1) -> float:
-        found = costs.predicted(Way("", topology, mode), 100.0, 0.0, 32, 96, sweeps)
+        found = costs.predict(Way("", topology, mode), 100.0, 0.0, 32, 96, sweeps)
         assert found is not None
         return found
 
@@ -251,7 +251,7 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     )  # half of the drafted bytes are right: two a sweep
     assert predicted("ring", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.15))
     assert predicted("star", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.2))
-    line = fitted([(1, 3.0), (1, 2.0), (1, 9.0), (5, 11.0)])
+    line = fit_line([(1, 3.0), (1, 2.0), (1, 9.0), (5, 11.0)])
     assert [line.base, line.each] == pytest.approx([1.0, 2.0])
 
 

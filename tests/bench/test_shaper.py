@@ -15,7 +15,15 @@ from contextlib import suppress
 import pytest
 
 from blocktrain.bench.network.hosts import hosts, namespaces_possible
-from blocktrain.bench.network.shaper import BUFFER, Counters, Fate, Link, Shaped, fates, shaped
+from blocktrain.bench.network.shaper import (
+    BUFFER,
+    Counters,
+    Fate,
+    Link,
+    ShapedLink,
+    fates,
+    shape_link,
+)
 from blocktrain.errors import ConfigError
 
 SLACK = 0.06  # seconds that a machine may be late; never early
@@ -51,7 +59,7 @@ def server() -> Iterator[int]:
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def connect(line: Shaped, kind: bytes) -> socket.socket:
+def connect(line: ShapedLink, kind: bytes) -> socket.socket:
     connection = socket.create_connection((line.host, line.port), timeout=120)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(kind)
@@ -77,7 +85,7 @@ def sink(connection: socket.socket, size: int) -> float:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_round_trip_takes_its_time_and_connecting_one_more(server: int, apart: bool) -> None:
-    with shaped("127.0.0.1", server, Link(rtt_ms=60), apart=apart) as line:
+    with shape_link("127.0.0.1", server, Link(rtt_ms=60), apart=apart) as line:
         with connect(line, b"e") as connection:
             took = [echo(connection) for _ in range(6)]
             assert line.counters() == Counters(up=7, down=6, connections=1)
@@ -93,7 +101,7 @@ def test_a_round_trip_takes_its_time_and_connecting_one_more(server: int, apart:
 
 def test_jitter_delays_and_never_reorders(server: int) -> None:
     with (
-        shaped("127.0.0.1", server, Link(rtt_ms=4, jitter_ms=10, seed=3), apart=False) as line,
+        shape_link("127.0.0.1", server, Link(rtt_ms=4, jitter_ms=10, seed=3), apart=False) as line,
         connect(line, b"e") as connection,
     ):
         took = [echo(connection) for _ in range(12)]
@@ -108,7 +116,7 @@ def test_jitter_delays_and_never_reorders(server: int) -> None:
 
 def test_connections_share_the_bandwidth(server: int) -> None:
     size, mbit = 1_500_000, 40
-    with shaped("127.0.0.1", server, Link(mbit=mbit)) as line:
+    with shape_link("127.0.0.1", server, Link(mbit=mbit)) as line:
         least = size * 8 / mbit / 1e6
         alone: list[float] = []
         together: list[list[float]] = []
@@ -154,7 +162,7 @@ def test_losses_are_the_same_stalls_every_time(server: int) -> None:
     assert expected
     for _ in range(2):
         with (
-            shaped("127.0.0.1", server, link, apart=False) as line,
+            shape_link("127.0.0.1", server, link, apart=False) as line,
             connect(line, b"s") as connection,
         ):
             took = sink(connection, size)
@@ -166,7 +174,10 @@ def test_losses_are_the_same_stalls_every_time(server: int) -> None:
 def test_resets_come_where_the_seed_says(server: int) -> None:
     link = Link(reset=0.3, seed=1)
     fatal = list(itertools.islice(fates(link, 1, "up"), 100)).index(Fate.RESET)
-    with shaped("127.0.0.1", server, link, apart=False) as line, connect(line, b"s") as connection:
+    with (
+        shape_link("127.0.0.1", server, link, apart=False) as line,
+        connect(line, b"s") as connection,
+    ):
         with pytest.raises((ConnectionError, AssertionError)):
             sink(connection, 8_000_000)
         counters = line.counters()
@@ -177,7 +188,7 @@ def test_resets_come_where_the_seed_says(server: int) -> None:
 
 def test_a_fast_sender_is_pushed_back(server: int) -> None:
     link = Link(rtt_ms=50, mbit=80)
-    with shaped("127.0.0.1", server, link) as line, connect(line, b"d") as connection:
+    with shape_link("127.0.0.1", server, link) as line, connect(line, b"d") as connection:
         connection.settimeout(0.5)
         sent, most = 0, 0
         with suppress(TimeoutError):
@@ -190,7 +201,7 @@ def test_a_fast_sender_is_pushed_back(server: int) -> None:
 
 
 def test_a_black_hole_says_nothing_and_can_be_mended(server: int) -> None:
-    with shaped("127.0.0.1", server, Link()) as line, connect(line, b"e") as connection:
+    with shape_link("127.0.0.1", server, Link()) as line, connect(line, b"e") as connection:
         echo(connection)
         line.block()
         connection.settimeout(0.2)
@@ -214,7 +225,7 @@ def test_a_server_that_is_not_there_is_told_by_a_reset(server: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with (
-        shaped("127.0.0.1", port, Link(), apart=False) as line,
+        shape_link("127.0.0.1", port, Link(), apart=False) as line,
         pytest.raises(ConnectionError),
         connect(line, b"e") as connection,
     ):
@@ -255,12 +266,10 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
         assert (
             socket.if_nameindex() == before
         )  # a browser here would break off what it loads, were this machine's own network changed
-        assert [(host.kind, host.shaped.link.seed) for host in found] == [(kind, 4), (kind, 5)]
+        assert [(host.kind, host.link.link.seed) for host in found] == [(kind, 4), (kind, 5)]
         running = [
             subprocess.Popen(
-                host.command(
-                    [sys.executable, "-c", CLIENT, host.shaped.host, str(host.shaped.port)]
-                ),
+                host.command([sys.executable, "-c", CLIENT, host.link.host, str(host.link.port)]),
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -271,7 +280,7 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
             assert process.returncode == 0
             assert 0.029 <= float(round_trip) <= 0.03 + SLACK
             assert 0.5 <= float(upload) <= 1.2  # 0.6 s at 40 Mbit, each for itself, less a burst
-            assert host.shaped.counters().up >= 9_000_000
+            assert host.link.counters().up >= 9_000_000
             if kind == "namespaces":
                 assert int(interfaces) == 2  # loopback and the cable
 

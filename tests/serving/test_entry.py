@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from blocktrain.bench.network.shaper import Link, shaped
+from blocktrain.bench.network.shaper import Link, shape_link
 from blocktrain.config import TOKENIZERS
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model, in_pieces
@@ -261,7 +261,7 @@ async def test_the_first_byte_takes_one_round_trip(runs: dict[str, Path]) -> Non
     async with serving(runs["fuse"], (2,), (3,)) as (_, stages), AsyncExitStack() as stack:
         ports = [int(stage.address.rpartition(":")[2]) for stage in stages]
         links = [
-            stack.enter_context(shaped("127.0.0.1", port, Link(rtt_ms=1000), apart=False))
+            stack.enter_context(shape_link("127.0.0.1", port, Link(rtt_ms=1000), apart=False))
             for port in ports
         ]
         entry = Entry(RunModel(runs["fuse"]), [f"127.0.0.1:{link.port}" for link in links])
@@ -323,7 +323,7 @@ def serve_stage(folder: Path, blocks: Sequence[int], said: Connection) -> None:
 @asynccontextmanager
 async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Entry]:
     """An entry with two holders, of which the one that is named is nearer."""
-    with shaped(
+    with shape_link(
         "127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False
     ) as link:
         entry = Entry(RunModel(folder), [near, f"127.0.0.1:{link.port}"])
@@ -366,7 +366,7 @@ async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) 
 async def test_a_black_hole_does_not_change_the_text(runs: dict[str, Path]) -> None:
     async with serving(runs["fuse"], (2, 3), (2, 3)) as (_, (near, far)):
         port = int(near.address.rpartition(":")[2])
-        with shaped("127.0.0.1", port, Link(rtt_ms=5), apart=False) as link:
+        with shape_link("127.0.0.1", port, Link(rtt_ms=5), apart=False) as link:
             async with near_and_far(runs["fuse"], f"127.0.0.1:{link.port}", far) as entry:
 
                 async def swallow() -> None:

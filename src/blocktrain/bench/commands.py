@@ -60,9 +60,9 @@ def quality(options: QualityOptions) -> Result:
             options.scale == "tiny",
         )
         # Before anything is written, this refuses settings that some variant cannot have.
-        planned = jobs_of.jobs(setup)
+        jobs = jobs_of.jobs(setup)
         _same_settings(folder, setup.base, options.source)
-        _run(planned, options.slots, f"seed {seed}")
+        _run(jobs, options.slots, f"seed {seed}")
         jobs_of.clear_versions(setup)
         setups.append(setup)
     seeds = [table.seed_rows(setup) for setup in setups]
@@ -78,7 +78,9 @@ def quality(options: QualityOptions) -> Result:
         "seeds": list(options.seeds),
         "settings": options.config(options.seeds[0]).model_dump(),
         "rows": rows,
-        "per_seed": [{"seed": s, **found} for s, found in zip(options.seeds, seeds, strict=True)],
+        "per_seed": [
+            {"seed": s, **figures} for s, figures in zip(options.seeds, seeds, strict=True)
+        ],
     }
     write_json(options.folder / "quality.json", result)
     table.plot(
@@ -131,19 +133,19 @@ def transport(options: TransportOptions, command: str) -> Result:
     options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
     with JobBars("transport", trials(options)) as bars:
-        found = measure_transport(options, bars.update)
+        figures = measure_transport(options, bars.update)
     result = {
         **header(command, options.seeds[0]),
         "scale": options.scale,
         "data": options.source.open().name,
         "valid_bytes": options.sizes.valid_bytes,
-        **found,
+        **figures,
         "paper": {part: PAPER[part] for part in (*options.parts, "differs")},
     }
     write_json(options.folder / "transport.json", result)
-    drawn = plot_transport(options.folder / "transport.png", result)
+    has_plot = plot_transport(options.folder / "transport.png", result)
     console.print(
-        f"wrote {options.folder / 'transport.json'}{' and transport.png' if drawn else ''}"
+        f"wrote {options.folder / 'transport.json'}{' and transport.png' if has_plot else ''}"
     )
     return result
 
@@ -153,9 +155,13 @@ def coordinator(
 ) -> Result:
     """See `transport.coordinator` and `transport.transfers`; writes JSON and plot to the folder."""
     with bar(f"{swarm.workers} workers") as progress:
-        found = measure_swarm(swarm, progress)
+        figures = measure_swarm(swarm, progress)
     with bar("large transfers") as progress:
-        result = {**header(command, swarm.seed), **found, **measure_transfers(transfers, progress)}
+        result = {
+            **header(command, swarm.seed),
+            **figures,
+            **measure_transfers(transfers, progress),
+        }
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "coordinator.json", result)
     plot_coordinator(folder / "coordinator.png", result)
@@ -174,7 +180,7 @@ def show(result: Result, as_json: bool) -> None:
         highlight=False,
     )
     rows = result.get("rows") or [
-        {"call": name, **found} for name, found in result.get("calls", {}).items()
+        {"call": name, **figures} for name, figures in result.get("calls", {}).items()
     ]
     if rows:
         console.print(rows_table("", [_flat(row) for row in rows]))
@@ -195,7 +201,7 @@ def _run(jobs: list[Job], slots: int, title: str) -> None:
 def _same_settings(folder: Path, config: Config, source: Source) -> None:
     """A bench folder belongs to one setup: results of another must not be mixed in."""
     folder.mkdir(parents=True, exist_ok=True)
-    marker, wanted = (
+    marker, setup = (
         folder / "setup.json",
         {
             "fingerprint": config.fingerprint,
@@ -204,8 +210,8 @@ def _same_settings(folder: Path, config: Config, source: Source) -> None:
         },
     )
     if not marker.exists():
-        write_json(marker, wanted)
-    elif read_json(marker) != wanted:
+        write_json(marker, setup)
+    elif read_json(marker) != setup:
         raise RunError(
             f"{folder} holds results of other settings or another text; "
             "name another folder with --out, or remove it"

@@ -41,12 +41,12 @@ def measure_memory(
     base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
     with limited_threads():
         # One reference serves every row: its shape depends on the total depth only.
-        reference = _trained(Trainer(_shaped(base, counts[0], depth), REFERENCE))
+        reference = _measure_bytes(Trainer(_with_blocks(base, counts[0], depth), REFERENCE))
         progress(1 / (len(counts) + 1))
         rows = []
-        for done, blocks in enumerate(counts, start=2):
-            rows.append(_row(_shaped(base, blocks, depth), reference))
-            progress(done / (len(counts) + 1))
+        for count, blocks in enumerate(counts, start=2):
+            rows.append(_row(_with_blocks(base, blocks, depth), reference))
+            progress(count / (len(counts) + 1))
     return {
         "depth": depth,
         "width": base.width,
@@ -62,13 +62,13 @@ def measure_memory(
     }
 
 
-def _shaped(base: Config, blocks: int, depth: int) -> Config:
+def _with_blocks(base: Config, blocks: int, depth: int) -> Config:
     return base.replace(blocks=blocks, layers_per_block=depth // blocks)
 
 
 def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
     """For one number of blocks: an independent worker, and the fusion worker if there is one."""
-    worker = _trained(Trainer(config, 1))
+    worker = _measure_bytes(Trainer(config, 1))
     fusion = _fusion(config) if config.fusion else None
     return {
         "blocks": config.blocks,
@@ -87,39 +87,39 @@ def _fusion(config: Config) -> dict[str, int]:
     trainer = Trainer(config, config.blocks, sources)
     if trainer.fusion is None:
         raise ConfigError(f"block {config.blocks} is not a fusion block")
-    held = _trained(trainer)
+    sizes = _measure_bytes(trainer)
     # Autograd saves the normed features, which are among the activations. The raw ones are held
     # too until the forward pass ends. Both count: the figure is what the worker needs at its peak.
     features = len(sources) * config.batch * config.context * config.width * torch.float32.itemsize
     # The readout has copies of the norms and heads of the other blocks: they are held twice.
     copies = sum(storages([trainer.fusion.readout.norms, trainer.fusion.readout.heads]).values())
     frozen = sum(storages(_constants(sources)).values()) + copies
-    total = held["total"] + frozen + features
+    total = sizes["total"] + frozen + features
     return {
-        **held,
-        "weights": held["weights"] - copies,
+        **sizes,
+        "weights": sizes["weights"] - copies,
         "frozen": frozen,
         "features": features,
         "total": total,
     }
 
 
-def _trained(trainer: Trainer) -> dict[str, int]:
+def _measure_bytes(trainer: Trainer) -> dict[str, int]:
     """Bytes by kind after one step. `weights` are not part of `total`."""
     c = trainer.config
     own = storages([*_constants([trainer.block]), trainer.table])
-    saved = SavedActivations(own | storages(_constants(trainer.sources)))
-    with saved.hooks():
+    activations = SavedActivations(own | storages(_constants(trainer.sources)))
+    with activations.hooks():
         for _ in trainer.run(random_text(c.seed, 64 * (c.context + 1)), trainer.step + 1):
             pass
-    held = {
+    sizes = {
         "optimizer": sum(storages(trainer.moments().values()).values()),
         "gradients": sum(
             storages(p.grad for p in trainer.block.parameters() if p.grad is not None).values()
         ),
-        "activations": sum(saved.found.values()),
+        "activations": sum(activations.sizes.values()),
     }
-    return {**held, "total": sum(held.values()), "weights": sum(own.values())}
+    return {**sizes, "total": sum(sizes.values()), "weights": sum(own.values())}
 
 
 class SavedActivations:
@@ -130,14 +130,14 @@ class SavedActivations:
     """
 
     def __init__(self, constants: dict[int, int]) -> None:
-        self.found: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
         self._constants = constants
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self.found.update(
+        self.sizes.update(
             {at: size for at, size in storages([tensor]).items() if at not in self._constants}
         )
         return tensor

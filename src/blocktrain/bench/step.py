@@ -53,11 +53,11 @@ def measure_step(
         seconds: list[tuple[float, float]] = []
         for pair in range(repeats):
             if pair % 2:  # the second may find warmer caches, so each is second half of the time
-                later = _timed(bare)
-                seconds.append((_timed(worker), later))
+                later = _step_seconds(bare)
+                seconds.append((_step_seconds(worker), later))
             else:
-                earlier = _timed(worker)
-                seconds.append((earlier, _timed(bare)))
+                earlier = _step_seconds(worker)
+                seconds.append((earlier, _step_seconds(bare)))
             progress((pair + 1) / repeats)
     return _summary(c, seconds)
 
@@ -81,7 +81,7 @@ def bare_loop(config: Config, corpus: Bytes) -> Iterator[float]:
         yield loss.item()  # waits for the device: a step has ended when its loss is known
 
 
-def _timed(steps: Iterator[object]) -> float:
+def _step_seconds(steps: Iterator[object]) -> float:
     began = time.perf_counter()
     next(steps)
     return time.perf_counter() - began

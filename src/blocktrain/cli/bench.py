@@ -319,11 +319,11 @@ def failover(
     from blocktrain.bench.network.shaper import Link
     from blocktrain.bench.serving.failover import FailoverOptions
     from blocktrain.bench.serving.failover import failover as measure_failover
-    from blocktrain.bench.serving.report import trained
+    from blocktrain.bench.serving.report import train_run
 
     folder = out or Path("results") / f"serving-{scale}"
     corpus = source(_corpus(run, data) or ("wikitext2" if scale == "standard" else "stdlib"))
-    run = run or trained(folder / "model", scale, corpus, 0, cores())
+    run = run or train_run(folder / "model", scale, corpus, 0, cores())
     options = FailoverOptions(folder, run, corpus, kills, blackholes, Link(rtt_ms, mbit=100.0))
     commands.show(measure_failover(options, command_line()), json_)
 

@@ -15,7 +15,7 @@ LONGEST_REST = 2.0  # seconds; heartbeats of a stopped process do not go out eit
 
 
 @dataclass
-class _Braked:
+class _SlowProcess:
     pid: int
     factor: float
     allowed: float = 0.0  # seconds of processor time
@@ -30,9 +30,9 @@ class Brake:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, float] = {}  # pid -> what it had used when it was last looked at
-        self._braked: list[_Braked] = []
-        self._ended = threading.Event()
+        self._free: dict[int, float] = {}  # pid -> processor seconds at the last tick
+        self._slow: list[_SlowProcess] = []
+        self._stop = threading.Event()
         self._mutex = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="brake", daemon=True)
 
@@ -41,52 +41,52 @@ class Brake:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self._thread.join()
-        for braked in self._braked:
-            _signal(braked.pid, signal.SIGCONT)
+        for process in self._slow:
+            _signal(process.pid, signal.SIGCONT)
 
     def add(self, pid: int, factor: float) -> None:
         """A process of the trial; 1 leaves it alone."""
         with self._mutex:
             if factor > 1:
-                self._braked.append(_Braked(pid, factor, processor_seconds(pid) or 0.0))
+                self._slow.append(_SlowProcess(pid, factor, processor_seconds(pid) or 0.0))
             else:
                 self._free[pid] = processor_seconds(pid) or 0.0
 
     def _watch(self) -> None:
         before = time.monotonic()
-        while not self._ended.wait(TICK_SECONDS):
+        while not self._stop.wait(TICK_SECONDS):
             with self._mutex:
                 now = time.monotonic()
-                share = self._used() or now - before
-                for braked in self._braked:
-                    _turn(braked, share / braked.factor, now)
+                share = self._mean_use() or now - before
+                for process in self._slow:
+                    _turn(process, share / process.factor, now)
                 before = now
 
-    def _used(self) -> float:
-        """Processor time that a free process has used since the last look, on average."""
-        found = {
+    def _mean_use(self) -> float:
+        """Processor time that a free process has used since the last tick, on average."""
+        times = {
             pid: seconds for pid in self._free if (seconds := processor_seconds(pid)) is not None
         }
-        used = sum(seconds - self._free[pid] for pid, seconds in found.items())
-        self._free = found
-        return used / max(1, len(found))
+        total = sum(seconds - self._free[pid] for pid, seconds in times.items())
+        self._free = times
+        return total / max(1, len(times))
 
 
-def _turn(braked: _Braked, earned: float, now: float) -> None:
-    """Stop it when it has used more than it earned, let it go on when it has not."""
-    spent = processor_seconds(braked.pid)
-    if spent is None:
+def _turn(process: _SlowProcess, share: float, now: float) -> None:
+    """Stop it when it has used more than its share; otherwise let it run."""
+    used = processor_seconds(process.pid)
+    if used is None:
         return
-    braked.allowed += earned
-    over = spent > braked.allowed
-    if over and not braked.stopped:
-        braked.stopped, braked.since = True, now
-        _signal(braked.pid, signal.SIGSTOP)
-    elif braked.stopped and (not over or now - braked.since > LONGEST_REST):
-        braked.stopped = False
-        _signal(braked.pid, signal.SIGCONT)
+    process.allowed += share
+    over = used > process.allowed
+    if over and not process.stopped:
+        process.stopped, process.since = True, now
+        _signal(process.pid, signal.SIGSTOP)
+    elif process.stopped and (not over or now - process.since > LONGEST_REST):
+        process.stopped = False
+        _signal(process.pid, signal.SIGCONT)
 
 
 def _signal(pid: int, number: int) -> None:

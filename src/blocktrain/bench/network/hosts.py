@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from blocktrain.bench.network import namespaces
-from blocktrain.bench.network.shaper import BUFFER, LOCALHOST, QUEUE_SECONDS, Link, Shaped, shaped
+from blocktrain.bench.network.shaper import (
+    BUFFER,
+    LOCALHOST,
+    QUEUE_SECONDS,
+    Link,
+    ShapedLink,
+    shape_link,
+)
 from blocktrain.errors import RunError
 
 Kind = Literal["namespaces", "processes"]
@@ -22,12 +29,12 @@ class Host:
 
     name: str
     kind: Kind
-    shaped: Shaped
+    link: ShapedLink
 
     @property
     def url(self) -> str:
         """The server as it is called from this host."""
-        return self.shaped.url
+        return self.link.url
 
     def command(self, argv: list[str]) -> list[str]:
         """The command that runs this one on the host."""
@@ -41,29 +48,29 @@ def hosts(count: int, link: Link, port: int, kind: Kind | None = None) -> Iterat
         raise RunError(f"between 1 and {MOST} hosts, not {count}")
     kind = kind or ("namespaces" if namespaces_possible() else "processes")
     with ExitStack() as stack:
-        found = []
+        started = []
         for index in range(count):
             name, mine = (
                 f"{namespaces.PREFIX}-{os.getpid()}-{index}",
                 replace(link, seed=link.seed + index),
             )
-            if kind == "namespaces":  # the kernel narrows this one
-                near = stack.enter_context(namespaces.cabled(name, _narrowed(link)))
-                line = shaped(
+            if kind == "namespaces":  # the kernel limits the bandwidth of this one
+                near = stack.enter_context(namespaces.connect(name, _tc_arguments(link)))
+                line = shape_link(
                     LOCALHOST, port, replace(mine, mbit=0), listen=namespaces.NEAR, network=near
                 )
             else:
-                line = shaped(LOCALHOST, port, mine)
-            found.append(Host(name, kind, stack.enter_context(line)))
-        yield found
+                line = shape_link(LOCALHOST, port, mine)
+            started.append(Host(name, kind, stack.enter_context(line)))
+        yield started
 
 
 def namespaces_possible() -> bool:
     """Whether this process may make network namespaces and narrow their links."""
-    return namespaces.possible(_narrowed(Link(mbit=100)))
+    return namespaces.possible(_tc_arguments(Link(mbit=100)))
 
 
-def _narrowed(link: Link) -> list[str]:
+def _tc_arguments(link: Link) -> list[str]:
     """The link's bandwidth in tc's words."""
     if not link.mbit:
         return []

@@ -19,10 +19,10 @@ CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
-def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
+def connect(name: str, discipline: list[str]) -> Iterator[str]:
     """Two namespaces joined by a cable: `name` for the host's processes, and the returned one.
 
-    In the returned one its server listens on NEAR. `narrowed` is a queueing discipline for both
+    In the returned one its server listens on NEAR. `discipline` is a queueing discipline for both
     ends, as arguments of tc; without it the cable is as fast as the machine.
     """
     clear_stale()
@@ -49,8 +49,8 @@ def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
             _run("ip", "-n", namespace, "addr", "add", f"{address}/30", "dev", CABLE)
             _run("ip", "-n", namespace, "link", "set", CABLE, "up")
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
-            if narrowed:
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", CABLE, "root", *narrowed)
+            if discipline:
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", CABLE, "root", *discipline)
         yield near
     finally:
         for command in (
@@ -62,12 +62,12 @@ def cabled(name: str, narrowed: list[str]) -> Iterator[str]:
                 _run("ip", *command)
 
 
-def possible(narrowed: list[str]) -> bool:
-    """Whether this process may make namespaces whose cable is narrowed so."""
+def possible(discipline: list[str]) -> bool:
+    """Whether this process may make namespaces with this queueing discipline."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         return False
     try:
-        with cabled(f"{PREFIX}-{os.getpid()}-try", narrowed):
+        with connect(f"{PREFIX}-{os.getpid()}-try", discipline):
             return True
     except RunError:
         return False
@@ -121,8 +121,8 @@ def _run(*command: str) -> str:
             command, capture_output=True, text=True, timeout=30, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
+        reason = getattr(error, "stderr", "") or str(error)
         raise RunError(
-            f"{' '.join(command[:4])}: {said.strip()}; "
+            f"{' '.join(command[:4])}: {reason.strip()}; "
             "run the bench as root, or with plain processes"
         ) from None

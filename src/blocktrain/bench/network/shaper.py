@@ -27,7 +27,7 @@ from blocktrain.errors import ConfigError, RunError
 
 LOCALHOST = "127.0.0.1"
 SEGMENT = 64 << 10  # bytes of a stream that are lost, or break the connection, together
-PIECE_SECONDS = 0.002  # the line serves its connections in turns of about so long
+PIECE_SECONDS = 0.002  # the line serves its connections in turns of about this length
 QUEUE_SECONDS = 0.05  # that the line's queue holds before senders must wait
 BUFFER = 256 << 10  # bytes that wait at either end
 UNLIMITED_WINDOW = 16 << 20  # bytes of one connection on the way when the bandwidth sets no bound
@@ -98,12 +98,12 @@ def fates(link: Link, connection: int, way: str) -> Iterator[Fate]:
     """What happens to each segment of a connection in one direction. Depends on the seed alone."""
     draws = random.Random(f"{link.seed}/{connection}/{way}")
     while True:
-        drawn = draws.random()
+        number = draws.random()
         yield (
             Fate.RESET
-            if drawn < link.reset
+            if number < link.reset
             else Fate.STALL
-            if drawn < link.reset + link.loss
+            if number < link.reset + link.loss
             else Fate.PASS
         )
 
@@ -120,7 +120,7 @@ class Counters:
     waiting: int = 0  # bytes that are on the way now
 
 
-class Shaped:
+class ShapedLink:
     """A running link: its address, its counters, and how to break and repair it."""
 
     def __init__(self, link: Link, host: str, port: int, control: Connection) -> None:
@@ -158,7 +158,7 @@ class Shaped:
 
 
 @contextmanager
-def shaped(
+def shape_link(
     host: str,
     port: int,
     link: Link,
@@ -166,7 +166,7 @@ def shaped(
     listen: str = LOCALHOST,
     network: str = "",
     apart: bool = True,
-) -> Iterator[Shaped]:
+) -> Iterator[ShapedLink]:
     """A link to a server, in its own process, or with `apart=False` in a thread of this one.
 
     With a `network`, the clients are in that namespace; the server is where this process is.
@@ -183,10 +183,10 @@ def shaped(
     if apart:
         theirs.close()
     try:
-        found = ours.recv() if ours.poll(START_SECONDS) else "it did not start in time"
-        if isinstance(found, str):
-            raise RunError(f"cannot shape a link to {host}:{port}: {found}")
-        yield Shaped(link, listen, found, ours)
+        reply = ours.recv() if ours.poll(START_SECONDS) else "it did not start in time"
+        if isinstance(reply, str):
+            raise RunError(f"cannot shape a link to {host}:{port}: {reply}")
+        yield ShapedLink(link, listen, reply, ours)
     finally:
         with suppress(OSError):
             ours.send("end")
@@ -200,44 +200,44 @@ def shaped(
 def _serve(
     control: Connection, listen: str, network: str, target: tuple[str, int], link: Link
 ) -> None:
-    """Runs the proxy until its owner ends it or is gone."""
+    """Run the proxy until its owner stops it or exits."""
     try:
         with inside(network) if network else nullcontext():
-            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # The kernel must not take more than the line does.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
-        listening.bind((listen, 0))
-        listening.listen(1024)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+        server.bind((listen, 0))
+        server.listen(1024)
     except (OSError, RunError) as error:
         control.send(f"{listen}: {getattr(error, 'strerror', '') or error}")
         return
     # Ctrl-C reaches the whole group; the parent's pipe ends with it.
-    with listening, suppress(KeyboardInterrupt):
-        asyncio.run(_Proxy(listening, target, link).run(control))
+    with server, suppress(KeyboardInterrupt):
+        asyncio.run(_Proxy(server, target, link).run(control))
 
 
 class _Proxy:
     """Accepts, connects, and answers its owner."""
 
-    def __init__(self, listening: socket.socket, target: tuple[str, int], link: Link) -> None:
-        self.listening, self.target, self.link = listening, target, link
+    def __init__(self, server: socket.socket, target: tuple[str, int], link: Link) -> None:
+        self.server, self.target, self.link = server, target, link
         self.counters = Counters()
-        self.opened, self.refusing = asyncio.Event(), False
-        self.opened.set()
+        self.passable, self.refuses = asyncio.Event(), False
+        self.passable.set()
         self.lines = {"up": _Line(link), "down": _Line(link)}
         self._connections: set[asyncio.Task[None]] = set()
-        self._ended = asyncio.Event()
+        self._stop = asyncio.Event()
 
     async def run(self, control: Connection) -> None:
         loop = asyncio.get_running_loop()
-        self.listening.setblocking(False)
+        self.server.setblocking(False)
         loop.add_reader(control.fileno(), self._command, control)
-        accepting = asyncio.create_task(self._accept())
-        control.send(self.listening.getsockname()[1])
-        await self._ended.wait()
+        accept = asyncio.create_task(self._accept())
+        control.send(self.server.getsockname()[1])
+        await self._stop.wait()
         loop.remove_reader(control.fileno())
-        await _cancel({accepting, *self._connections})
+        await _cancel({accept, *self._connections})
 
     def _command(self, control: Connection) -> None:
         try:
@@ -245,27 +245,27 @@ class _Proxy:
             if what in ("open", "block", "close"):
                 self._switch(what)
             elif what == "end":
-                self._ended.set()
+                self._stop.set()
                 return
             control.send(self.counters)
         except (EOFError, OSError):
-            self._ended.set()
+            self._stop.set()
 
     def _switch(self, what: str) -> None:
-        self.refusing = what == "close"
+        self.refuses = what == "close"
         if what == "block":
-            self.opened.clear()
+            self.passable.clear()
         else:
-            self.opened.set()
-        if self.refusing:
+            self.passable.set()
+        if self.refuses:
             for connection in self._connections:
                 connection.cancel()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            client, _ = await loop.sock_accept(self.listening)
-            if self.refusing:
+            client, _ = await loop.sock_accept(self.server)
+            if self.refuses:
                 _abort(client)
                 continue
             self.counters.connections += 1
@@ -282,7 +282,7 @@ class _Proxy:
                 end.setblocking(False)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.sleep(self.link.rtt_ms / 1000)
-            await self.opened.wait()
+            await self.passable.wait()
             await asyncio.get_running_loop().sock_connect(server, self.target)
             await _relay(
                 _Direction(self, client, server, "up", number),
@@ -306,7 +306,7 @@ class _Line:
         self._rate, self._free, self._turn = link.bytes_per_second, 0.0, asyncio.Lock()
 
     async def carry(self, size: int) -> float:
-        """When the last of so many bytes will have left; waits as long as the queue is full."""
+        """Returns when the last byte will have left; waits while the queue is full."""
         loop = asyncio.get_running_loop()
         if self._rate == math.inf:
             return loop.time()
@@ -328,8 +328,8 @@ class _Direction:
     way: str
     number: int
     _queue: deque[tuple[float, bytes | Fate]] = field(default_factory=deque)
-    _held: int = 0
-    _taken: int = 0
+    _in_flight: int = 0
+    _offset: int = 0
     _last: float = 0.0  # when the last piece arrives; the next may not overtake it
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _room: asyncio.Event = field(default_factory=asyncio.Event)
@@ -350,21 +350,21 @@ class _Direction:
                 self._put(arrival, fate)
                 return
             self._put(arrival, content)
-            while self._held > link.window:
+            while self._in_flight > link.window:
                 self._room.clear()
                 await self._room.wait()
         self._put(loop.time() + link.rtt_ms / 2000, b"")
 
     def _fate(self, ahead: Iterator[Fate], size: int) -> Fate:
         """The worst of the segments that begin in this piece."""
-        begun = -(-(self._taken + size) // SEGMENT) - -(-self._taken // SEGMENT)
-        self._taken += size
-        met = [next(ahead) for _ in range(begun)]
-        self.proxy.counters.stalls += met.count(Fate.STALL)
-        if Fate.RESET in met:
+        count = -(-(self._offset + size) // SEGMENT) - -(-self._offset // SEGMENT)
+        self._offset += size
+        segments = [next(ahead) for _ in range(count)]
+        self.proxy.counters.stalls += segments.count(Fate.STALL)
+        if Fate.RESET in segments:
             self.proxy.counters.resets += 1
             return Fate.RESET
-        return Fate.STALL if Fate.STALL in met else Fate.PASS
+        return Fate.STALL if Fate.STALL in segments else Fate.PASS
 
     def _put(self, arrival: float, content: bytes | Fate) -> None:
         self._last = max(self._last, arrival)
@@ -372,7 +372,7 @@ class _Direction:
         self._more.set()
 
     def _hold(self, size: int) -> None:
-        self._held += size
+        self._in_flight += size
         self.proxy.counters.waiting += size
 
     async def give(self) -> None:
@@ -385,7 +385,7 @@ class _Direction:
             arrival, content = self._queue.popleft()
             if (ahead := arrival - loop.time()) > 0:
                 await asyncio.sleep(ahead)
-            await self.proxy.opened.wait()
+            await self.proxy.passable.wait()
             if isinstance(content, Fate):
                 raise ConnectionResetError
             if not content:
@@ -398,7 +398,7 @@ class _Direction:
 
     def forget(self) -> None:
         """What was on the way is lost."""
-        self._hold(-self._held)
+        self._hold(-self._in_flight)
 
 
 async def _relay(up: _Direction, down: _Direction) -> None:

@@ -123,7 +123,7 @@ def leakage_variant(setup: Setup, sigma: float) -> str:
 
 def jobs(setup: Setup) -> list[Job]:
     """Everything one seed needs, longest first; what already has its result is left out."""
-    planned = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
+    plan = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
     leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
     for variant in dict.fromkeys([*VARIANTS, *leakage]):
         config = setup.config(variant)
@@ -135,7 +135,7 @@ def jobs(setup: Setup) -> list[Job]:
                 if index > config.independent
                 else []
             )
-            planned.append(
+            plan.append(
                 Job(
                     f"{variant}-{block_name(index)}",
                     train_job,
@@ -145,15 +145,15 @@ def jobs(setup: Setup) -> list[Job]:
             )
         needs = {_job_name(config, variant, n) for n in range(1, config.blocks + 1)}
         needs |= {"end_to_end"} if variant == "fuse" else set()
-        planned.append(
+        plan.append(
             Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs)))
         )
-    planned.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
-    done = {job.name for job in planned if setup.result(job.name).exists()}
+    plan.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
+    finished = {job.name for job in plan if setup.result(job.name).exists()}
     return [
-        Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in done))
-        for j in planned
-        if j.name not in done
+        Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in finished))
+        for j in plan
+        if j.name not in finished
     ]
 
 
@@ -246,24 +246,24 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     """Cross entropies of one variant on the whole valid split."""
     use_threads()
     config, model = setup.config(variant), _model(setup, variant)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     valid = setup.valid()
 
     def progress(share: float) -> None:
-        _going_on(channel, share=share)
+        _report_progress(channel, share=share)
 
     if config.predicts_without_noise:
         model.pool_weights = fit_pool_weights(model, setup.corpus().calibration)
-        found["pool_weights"] = model.pool_weights.tolist()
+        result["pool_weights"] = model.pool_weights.tolist()
     draws, leave_out = MARGINAL_DRAWS if variant == "exact" else 1, variant == "fuse"
     passes = model.composition.predictors(model, seed=config.seed, draws=draws, leave_out=leave_out)
-    found["ce"] = {}
+    result["ce"] = {}
     for predict in passes:
-        found["ce"] |= cross_entropies(predict, valid, config.context, progress=progress)
+        result["ce"] |= cross_entropies(predict, valid, config.context, progress=progress)
     if variant == "fuse":
         reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
-        found["reference"] = evaluate_alone(reference, valid, config.context)
-    _save(setup, f"evaluate-{variant}", found)
+        result["reference"] = evaluate_alone(reference, valid, config.context)
+    _save(setup, f"evaluate-{variant}", result)
 
 
 def samples_job(channel: Channel, setup: Setup) -> None:
@@ -278,12 +278,12 @@ def samples_job(channel: Channel, setup: Setup) -> None:
         setup.valid(),
         count=count,
         seed=config.seed,
-        progress=lambda share: _going_on(channel, share=share),
+        progress=lambda share: _report_progress(channel, share=share),
     )
     _save(setup, "samples", {"rows": rows})
 
 
-def _going_on(channel: Channel, *, share: float) -> None:
+def _report_progress(channel: Channel, *, share: float) -> None:
     """Report how far a job is, and end it if it should stop, without waiting for minutes."""
     channel.send(share=share)
     if channel.should_stop and share < 1:

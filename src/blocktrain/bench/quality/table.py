@@ -23,15 +23,15 @@ Row = dict[str, Any]
 
 def seed_rows(setup: Setup) -> dict[str, Any]:
     """All rows of one finished seed, and what does not fit into rows."""
-    left = results(setup)
+    by_job = results(setup)
     fuse, pool, same, beside, paper, exact = (
-        left[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact")
+        by_job[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact")
     )
     blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
     best = blocks.index(min(blocks)) + 1
-    row = partial(_row, setup, left, len(setup.source.open().train))
+    row = partial(_row, setup, by_job, len(setup.source.open().train))
     rows = [
-        row("end_to_end", left["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
+        row("end_to_end", by_job["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
         row("single_block", statistics.mean(blocks), "pool", [1]),
         row("best_block", min(blocks), "pool", [best]),
         row("paper", paper["euler"], "paper"),
@@ -44,8 +44,8 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         row("fuse_same_data", same["fuse"], "same"),
         row("fuse_beside", beside["fuse"], "beside"),
     ]
-    for found in rows:
-        found["gap"] = found["valid_ce"] - rows[0]["valid_ce"]
+    for entry in rows:
+        entry["gap"] = entry["valid_ce"] - rows[0]["valid_ce"]
     return {
         "rows": rows,
         "blocks": blocks,
@@ -54,14 +54,14 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
             name: [ce[f"euler_{n}"] for n in range(1, setup.base.blocks + 1)]
             for name, ce in (("paper", paper), ("exact", exact))
         },
-        "samples": left["samples"]["rows"],
-        "leakage": _leakage(setup, left),
+        "samples": by_job["samples"]["rows"],
+        "leakage": _leakage(setup, by_job),
     }
 
 
 def _row(
     setup: Setup,
-    left: dict[str, Row],
+    by_job: dict[str, Row],
     size: int,
     name: str,
     ce: float,
@@ -70,14 +70,14 @@ def _row(
 ) -> Row:
     """Training seconds are summed over the blocks of a row; memory is of its largest process."""
     config = setup.config(variant)
-    used = list(indices if indices is not None else range(1, config.blocks + 1))
+    numbers = list(indices if indices is not None else range(1, config.blocks + 1))
     jobs = [
-        left[
+        by_job[
             "end_to_end"
             if i == REFERENCE
             else f"{twin(config, variant, i) or variant}-{block_name(i)}"
         ]
-        for i in used
+        for i in numbers
     ]
     return {
         "name": name,
@@ -85,12 +85,12 @@ def _row(
         "gap": 0.0,
         "seconds": round(sum(job["seconds"] for job in jobs), 1),
         "peak_mb": max(job["peak_mb"] for job in jobs),
-        "million_parameters": round(sum(_learned(config, i) for i in used) / 1e6, 3),
-        "distinct_mb": round(_distinct_bytes(setup, size, variant, used) / 1e6, 3),
+        "million_parameters": round(sum(_count_parameters(config, i) for i in numbers) / 1e6, 3),
+        "distinct_mb": round(_distinct_bytes(setup, size, variant, numbers) / 1e6, 3),
     }
 
 
-def _learned(config: Config, index: int) -> int:
+def _count_parameters(config: Config, index: int) -> int:
     """Parameters of a block, or of the reference."""
     block = build_reference(config) if index == REFERENCE else build_block(config, index)
     return sum(p.numel() for p in block.parameters())
@@ -112,16 +112,16 @@ def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -
     return int(np.minimum(np.diff(np.sort(starts)), length).sum()) + length
 
 
-def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
+def _leakage(setup: Setup, by_job: dict[str, Row]) -> list[Row]:
     """Training loss of the block with the lowest noise, and the composed one, by sigma_min."""
     if not setup.leakage:
         return []
-    found = []
+    rows = []
     for sigma in LEAKAGE_SIGMAS:
         variant = leakage_variant(setup, sigma)
-        ce = left[f"evaluate-{variant}"]["ce"]
-        last = left[f"{variant}-{block_name(setup.base.blocks)}"]
-        found.append(
+        ce = by_job[f"evaluate-{variant}"]["ce"]
+        last = by_job[f"{variant}-{block_name(setup.base.blocks)}"]
+        rows.append(
             {
                 "sigma_min": sigma,
                 "train_ce_last_block": last["train_ce"],
@@ -129,7 +129,7 @@ def _leakage(setup: Setup, left: dict[str, Row]) -> list[Row]:
                 "pool_ce": ce["pool"],
             }
         )
-    return found
+    return rows
 
 
 def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
@@ -174,9 +174,9 @@ def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = sorted(rows, key=lambda row: -row["valid_ce"])
+    ordered = sorted(rows, key=lambda row: -row["valid_ce"])
     ratios = (2, 1) if leakage else (1,)
-    size = (13 if leakage else 8, 0.34 * len(shown) + 1.2)
+    size = (13 if leakage else 8, 0.34 * len(ordered) + 1.2)
     figure, panels = pyplot.subplots(
         1, len(ratios), squeeze=False, width_ratios=ratios, figsize=size
     )
@@ -184,7 +184,7 @@ def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -
     reference = next(row["valid_ce"] for row in rows if row["name"] == "end_to_end")
     axes.axvline(reference, color="#888", linewidth=1)
     ours = {"pool", "fuse"}
-    for y, row in enumerate(shown):
+    for y, row in enumerate(ordered):
         colour = (
             "#0072b2" if row["name"] in ours else "#d55e00" if row["name"] == "paper" else "#555"
         )
@@ -194,7 +194,7 @@ def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -
             {"xytext": (7, 0), "textcoords": "offset points"},
         )
         axes.annotate(label, (row["valid_ce"], y), va="center", fontsize=8, color=colour, **beside)
-    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.set_yticks(range(len(ordered)), [row["name"] for row in ordered])
     axes.margins(x=0.18)
     axes.set_xlabel("valid cross entropy, nats per byte (gap to end to end)")
     axes.set_title(title, loc="left", fontsize=10)

@@ -29,12 +29,10 @@ SETTINGS = {
 
 def block_jobs(folder: Path, base: Config, source: Source) -> list[Job]:
     """Reference and first block at every learning rate of the grid."""
-    wanted = [("block", 1, rate) for rate in GRID] + [
-        ("reference", REFERENCE, rate) for rate in GRID
-    ]
+    grid = [("block", 1, rate) for rate in GRID] + [("reference", REFERENCE, rate) for rate in GRID]
     return [
         Job(f"{kind} {rate:g}", _try, (folder, base, source, kind, index, rate))
-        for kind, index, rate in wanted
+        for kind, index, rate in grid
     ]
 
 

@@ -69,7 +69,7 @@ class Way:
 
 
 @dataclass
-class Written:
+class TimedAnswer:
     """An answer, and what it took."""
 
     text: bytes
@@ -79,14 +79,14 @@ class Written:
     stats: Stats = field(default_factory=lambda: Stats(""))
 
 
-Writer = Callable[[Request], Awaitable[Written]]
+Writer = Callable[[Request], Awaitable[TimedAnswer]]
 
 
-async def write(entry: Entry, request: Request) -> Written:
+async def write(entry: Entry, request: Request) -> TimedAnswer:
     """One answer of an entry."""
     for attempt in range(PATIENCE):
         try:
-            return await _written(entry, request)
+            return await _write_once(entry, request)
         except AnswerFailed:
             if entry.fan or attempt == PATIENCE - 1:
                 raise
@@ -94,12 +94,12 @@ async def write(entry: Entry, request: Request) -> Written:
     raise AnswerFailed("no attempt was made")  # pragma: no cover
 
 
-async def _written(entry: Entry, request: Request) -> Written:
+async def _write_once(entry: Entry, request: Request) -> TimedAnswer:
     began, text, first, stats = time.perf_counter(), b"", 0.0, Stats(request.mode)
     async for piece in entry.generate(request):
         text, stats = text + piece.text, piece.stats
         first = first or (time.perf_counter() - began if text else 0.0)
-    return Written(text, time.perf_counter() - began, 1000 * first, stats.sweeps, stats)
+    return TimedAnswer(text, time.perf_counter() - began, 1000 * first, stats.sweeps, stats)
 
 
 class Star:
@@ -108,7 +108,7 @@ class Star:
     def __init__(self, lines: Sequence[StageLine], context: int) -> None:
         self._lines, self._context = lines, context
 
-    async def write(self, request: Request) -> Written:
+    async def write(self, request: Request) -> TimedAnswer:
         """One autoregressive answer."""
         began, first = time.perf_counter(), 0.0
         text = Text(request.prompt, request.max_tokens, self._context)
@@ -127,8 +127,8 @@ class Star:
         finally:
             with suppress(StageLost):
                 await asyncio.gather(*(line.close(session) for line in self._lines))
-        written = bytes(text.ids[text.prompt :])
-        return Written(written, time.perf_counter() - began, 1000 * first, len(written))
+        answer = bytes(text.ids[text.prompt :])
+        return TimedAnswer(answer, time.perf_counter() - began, 1000 * first, len(answer))
 
     async def _ask(self, session: int, ids: Tokens, start: int) -> Tensor:
         """Logits (1, V) after the last of the ids."""
@@ -144,39 +144,39 @@ class Star:
 
 
 @dataclass
-class Measured:
+class Measurement:
     """All answers of a row."""
 
     way: Way
-    answers: list[Written]
+    answers: list[TimedAnswer]
     wire_bytes: int  # between hosts, by all of them
 
     def row(self, rtt_ms: float) -> Result:
         """The figures, without what is predicted and how good the text is."""
         count = len(self.answers)
-        written = sum(len(found.text) for found in self.answers)
-        sweeps = sum(found.sweeps for found in self.answers)
+        total = sum(len(answer.text) for answer in self.answers)
+        sweeps = sum(answer.sweeps for answer in self.answers)
         return {
             "rtt_ms": rtt_ms,
             "model": self.way.model,
             "topology": self.way.topology,
             "mode": self.way.mode,
             "sweeps": self.way.sweeps if self.way.mode == "sweep" else round(sweeps / count, 2),
-            "bytes_per_s": written / sum(found.seconds for found in self.answers),
-            "bytes_per_sweep": written / sweeps,
-            "first_byte_ms": statistics.median(found.first_byte_ms for found in self.answers),
+            "bytes_per_s": total / sum(answer.seconds for answer in self.answers),
+            "bytes_per_sweep": total / sweeps,
+            "first_byte_ms": statistics.median(answer.first_byte_ms for answer in self.answers),
             "wire_bytes": self.wire_bytes // count,
             "prompts": count,
             "traversals": sweeps / count,
-            "failovers": sum(found.stats.failovers for found in self.answers),
+            "failovers": sum(answer.stats.failovers for answer in self.answers),
         }
 
     def histogram(self) -> dict[str, int]:
-        """How many sweeps accepted so many drafted bytes."""
-        counted = Counter(
-            accepted for found in self.answers for accepted in found.stats.accepted_per_sweep
+        """Number of sweeps by the number of drafted bytes that they accepted."""
+        counts = Counter(
+            accepted for answer in self.answers for accepted in answer.stats.accepted_per_sweep
         )
-        return {str(accepted): counted[accepted] for accepted in sorted(counted)}
+        return {str(accepted): counts[accepted] for accepted in sorted(counts)}
 
 
 async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], output: int) -> Result:
@@ -189,23 +189,23 @@ async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], outpu
     return {
         "users": len(prompts),
         "mode": way.mode,
-        "bytes_per_s": sum(len(found.text) for found in answers) / seconds,
-        "seconds_p50": quantile([found.seconds for found in answers], 0.5),
-        "seconds_p99": quantile([found.seconds for found in answers], 0.99),
-        "first_byte_ms_p50": quantile([found.first_byte_ms for found in answers], 0.5),
+        "bytes_per_s": sum(len(answer.text) for answer in answers) / seconds,
+        "seconds_p50": quantile([answer.seconds for answer in answers], 0.5),
+        "seconds_p99": quantile([answer.seconds for answer in answers], 0.99),
+        "first_byte_ms_p50": quantile([answer.first_byte_ms for answer in answers], 0.5),
     }
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share is not above."""
+    """The smallest value with at least this share of all values at or below it."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-async def measured(
+async def measure_way(
     way: Way, requests: Sequence[Request], one: Writer, wire: Callable[[], int]
-) -> Measured:
+) -> Measurement:
     """Answer one request after another."""
     before = await asyncio.to_thread(wire)
     answers = [await one(request) for request in requests]
-    return Measured(way, answers, await asyncio.to_thread(wire) - before)
+    return Measurement(way, answers, await asyncio.to_thread(wire) - before)

@@ -41,11 +41,11 @@ class TimedLine(StageLine):
 
     def __init__(self, name: str, access: Access) -> None:
         super().__init__(name, access)
-        self.computed: list[float] = []  # seconds
+        self.compute_seconds: list[float] = []  # seconds
 
     def on_frames(self, connection: Connection, count: int, batch: list[Frame]) -> None:
         """(By the connection.)"""
-        self.computed += [
+        self.compute_seconds += [
             frame.header.microseconds / 1e6
             for frame in batch
             if isinstance(frame.header, frames.Result)
@@ -66,28 +66,28 @@ async def timed_line(name: str, access: Access) -> AsyncIterator[TimedLine]:
 
 async def hop_overhead(line: TimedLine, context: int, repeats: int) -> list[float]:
     """Seconds of a RUN of one byte, there and back, without the stage's computation."""
-    session, found = secrets.randbits(63), []
+    session, times = secrets.randbits(63), []
     await line.open(session)
     await line.run(session, 0, 0, bytes(context // 2))
     for number in range(repeats):
         began = time.perf_counter()
         await line.run(session, number, context // 2 + number % (context // 2), b"e")
-        found.append(time.perf_counter() - began - line.computed[-1])
+        times.append(time.perf_counter() - began - line.compute_seconds[-1])
     await line.close(session)
-    return found
+    return times
 
 
 async def stage_cost(line: TimedLine, context: int) -> LinearCost:
-    """Seconds that a stage computes on so many positions at the end of the window."""
+    """Seconds that a stage computes, by the number of positions at the end of the window."""
     session = secrets.randbits(63)
     await line.open(session)
     await line.run(session, 0, 0, bytes(context))
-    found: list[tuple[int, float]] = []
+    times: list[tuple[int, float]] = []
     for epoch, size in enumerate([size for size in _sizes(context) for _ in range(REPEATS)], 1):
         await line.run(session, epoch, context - size, bytes(size))
-        found.append((size, line.computed[-1]))
+        times.append((size, line.compute_seconds[-1]))
     await line.close(session)
-    return fitted(found)
+    return fit_line(times)
 
 
 async def layers_cost(line: TimedLine, context: int, width: int) -> LinearCost:
@@ -95,30 +95,30 @@ async def layers_cost(line: TimedLine, context: int, width: int) -> LinearCost:
     session = secrets.randbits(63)
     await line.open(session, topology="ring")
     first = line.facts is None or line.facts.blocks[0] == 1
-    found: list[tuple[int, float]] = []
+    times: list[tuple[int, float]] = []
     for epoch, size in enumerate(
         [context, *(size for size in _sizes(context) for _ in range(REPEATS))]
     ):
         state = None if first else torch.zeros(size, width)
         await line.submit(session, frames.Run(epoch, context - size, size, 1), bytes(size), state)
-        found.append((size, line.computed[-1]))
+        times.append((size, line.compute_seconds[-1]))
     await line.close(session)
-    return fitted(found[1:])
+    return fit_line(times[1:])
 
 
 def entry_cost(model: FanModel, context: int) -> LinearCost:
     """Seconds from the features to the bytes: fusion and sampling."""
     fusion, picker = Fusion(model.readout), Picker(Sampler())
-    window, kept = (0,) * context, (True,) * model.blocks
+    window, present = (0,) * context, (True,) * model.blocks
     features = torch.randn(model.blocks, context, model.width)
 
     def sweep(size: int) -> None:
-        logits = fusion.read(window, context - size, features[:, context - size :], kept)
+        logits = fusion.read(window, context - size, features[:, context - size :], present)
         list(picker.picks(logits, context))
 
     with torch.inference_mode():
         sweep(context)
-        return fitted(
+        return fit_line(
             [(size, _seconds(sweep, size)) for size in _sizes(context) for _ in range(REPEATS)]
         )
 
@@ -126,13 +126,13 @@ def entry_cost(model: FanModel, context: int) -> LinearCost:
 def draft_cost(config: Config, model: FanModel) -> float:
     """Seconds that the entry's own block takes for a byte."""
     prompt, size = (0,) * (config.context // 4), config.context // 2
-    found = []
+    times = []
     with torch.inference_mode():
         for _ in range(REPEATS):
             drafter = Drafter(DraftBlock(config, model.local).read, Sampler())
             drafter.draft(prompt, 0, 1)
-            found.append(_seconds(drafter.draft, prompt, 0, 1 + size) / size)
-    return statistics.median(found)
+            times.append(_seconds(drafter.draft, prompt, 0, 1 + size) / size)
+    return statistics.median(times)
 
 
 def _sizes(context: int) -> list[int]:
@@ -145,10 +145,10 @@ def _seconds(work: Callable[..., object], *arguments: object) -> float:
     return time.perf_counter() - began
 
 
-def fitted(found: Sequence[tuple[int, float]]) -> LinearCost:
+def fit_line(times: Sequence[tuple[int, float]]) -> LinearCost:
     """The line through the medians of every size, never below zero."""
-    sizes = sorted({size for size, _ in found})
-    medians = [statistics.median(seconds for s, seconds in found if s == size) for size in sizes]
+    sizes = sorted({size for size, _ in times})
+    medians = [statistics.median(seconds for s, seconds in times if s == size) for size in sizes]
     each, base = np.polyfit(sizes, medians, 1)
     return LinearCost(max(float(base), 0.0), max(float(each), 0.0))
 
@@ -174,7 +174,7 @@ class Costs:
             for name, value in vars(self).items()
         }
 
-    def predicted(
+    def predict(
         self, way: Way, rtt_ms: float, mbit: float, prompt: int, output: int, sweeps: float
     ) -> float | None:
         """Bytes per second of an answer; `sweeps`: those of mode sweep until it was stable."""
@@ -189,15 +189,15 @@ class Costs:
         )  # a session that is confirmed costs a round trip
 
     def _fan(self, mode: str, line: LinkCost, prompt: int, output: int, sweeps: float) -> float:
-        def swept(positions: int) -> float:
+        def sweep(positions: int) -> float:
             return fan_sweep(positions, line, self.stage_bytes, self.stage, self.entry)
 
         if mode == "autoregressive":
-            return swept(prompt) + (output - 1) * swept(1)
+            return sweep(prompt) + (output - 1) * sweep(1)
         if mode == "sweep":
-            return output * sweep_seconds(self.acceptance, output, round(sweeps), self.draft, swept)
+            return output * sweep_seconds(self.acceptance, output, round(sweeps), self.draft, sweep)
         return output * min(
-            exact_seconds(self.acceptance, n, self.draft, swept(n + 1))
+            exact_seconds(self.acceptance, n, self.draft, sweep(n + 1))
             for n in range(MAX_DRAFT + 1)
         )
 

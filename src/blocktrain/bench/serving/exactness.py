@@ -34,17 +34,17 @@ class Agreement:
     positions: int = 0
     divergences: int = 0
     near_ties: int = 0
-    tried: int = 0  # drafted bytes up to the first wrong one of each draft
+    trials: int = 0  # drafted bytes up to the first wrong one of each draft
     right: int = 0
 
     @property
     def acceptance(self) -> float:
         """Probability that the next drafted byte is right."""
-        return self.right / max(self.tried, 1)
+        return self.right / max(self.trials, 1)
 
 
 @asynccontextmanager
-async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[FanModel]:
+async def open_fan_model(folder: Path, route: Sequence[str]) -> AsyncIterator[FanModel]:
     """What an entry has: a route, the block it drafts with, and the readout."""
     source = RunModel(folder)
     config, thread = source.config, ComputeThread()
@@ -66,50 +66,53 @@ async def fan_home(folder: Path, route: Sequence[str]) -> AsyncIterator[FanModel
 
 async def compare(
     entry: Entry,
-    home: FanModel,
+    fan_model: FanModel,
     prompts: Sequence[Prompt],
     size: int,
     progress: Callable[[float], None] = lambda _: None,
 ) -> Agreement:
     """Write each text autoregressively, then choose each byte again from a sweep over a draft."""
-    found = Agreement()
-    places = asyncio.Semaphore(AT_ONCE)
+    agreement = Agreement()
+    slots = asyncio.Semaphore(AT_ONCE)
     way = Way(entry.config.compose, "fan", "autoregressive")
 
     async def one(prompt: Prompt) -> None:
-        async with places:
+        async with slots:
             answer = await write(entry, way.request(prompt, size))
-            found.near_ties += answer.stats.near_ties
-            await _check(entry.config, home, prompt, answer.text, found)
-            progress(found.positions / (len(prompts) * size))
+            agreement.near_ties += answer.stats.near_ties
+            await _check(entry.config, fan_model, prompt, answer.text, agreement)
+            progress(agreement.positions / (len(prompts) * size))
 
     await asyncio.gather(*(one(prompt) for prompt in prompts))
-    return found
+    return agreement
 
 
 async def _check(
-    config: Config, home: FanModel, prompt: Prompt, text: bytes, found: Agreement
+    config: Config, fan_model: FanModel, prompt: Prompt, text: bytes, agreement: Agreement
 ) -> None:
     sampler = Sampler(prompt.seed)
     answer, picker = Text(prompt.text, len(text), config.context), Picker(sampler)
-    drafter = Drafter(DraftBlock(config, home.local).read, sampler)
-    session = FanSession(home, Terms(allow_degraded=False))
+    drafter = Drafter(DraftBlock(config, fan_model.local).read, sampler)
+    session = FanSession(fan_model, Terms(allow_degraded=False))
     lengths = itertools.cycle(LENGTHS)
     try:
         while answer.remaining:
             follows = tuple(text[len(text) - answer.remaining :])
             count = min(next(lengths), answer.room - 1)
             known, window, begin = answer.ids, answer.window, answer.begin
-            draft = await home.thread.run(partial(drafter.draft, known, begin, count))
+            draft = await fan_model.thread.run(partial(drafter.draft, known, begin, count))
             logits = await session.score(window + draft, len(window) - 1)
             right = common_prefix(draft, follows)
             # A choice counts as long as the tokens before it are those of the text.
-            checked = follows[: right + 1]
-            found.divergences += sum(
-                a != b for a, b in zip(checked, picker.picks(logits, len(known)), strict=False)
+            tokens = follows[: right + 1]
+            agreement.divergences += sum(
+                a != b for a, b in zip(tokens, picker.picks(logits, len(known)), strict=False)
             )
-            found.positions += len(checked)
-            found.tried, found.right = found.tried + min(right + 1, count), found.right + right
-            answer.append(checked)
+            agreement.positions += len(tokens)
+            agreement.trials, agreement.right = (
+                agreement.trials + min(right + 1, count),
+                agreement.right + right,
+            )
+            answer.append(tokens)
     finally:
         await session.aclose()

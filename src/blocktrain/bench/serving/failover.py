@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from blocktrain.bench.machine import header
-from blocktrain.bench.network.shaper import Link, Shaped
+from blocktrain.bench.network.shaper import Link, ShapedLink
 from blocktrain.bench.serving.answers import Prompt, Result, Way, quantile, take_prompts, write
 from blocktrain.bench.serving.stages import StageProcess, links, names, split, stages
 from blocktrain.config import Config
@@ -34,7 +34,7 @@ from blocktrain.terminal import JobBars, console
 REPLICAS = 2
 MODES: tuple[Mode, ...] = ("exact", "autoregressive")  # in turn
 BACK_SECONDS = 120.0
-DEADLINE = 3.0  # seconds of an answer that must not be degraded and has nobody left to ask
+DEADLINE = 3.0  # seconds of an answer that must not be degraded when no holder is left
 LOOK_SECONDS = 0.005
 Harm = Literal["kill", "blackhole"]
 KILL: Harm = "kill"
@@ -60,9 +60,9 @@ class StageHost:
     """A stage, its link, and the entry's line to it."""
 
     process: StageProcess
-    shaped: Shaped
+    link: ShapedLink
     line: StageLine
-    lost: float = 0.0  # when the entry last noticed that it was gone
+    lost_at: float = 0.0  # when the entry last noticed that it was gone
     _back: asyncio.Task[None] | None = None
 
     async def harm(self, how: Harm) -> float:
@@ -71,13 +71,13 @@ class StageHost:
         if how == "kill":
             self.process.kill()
         else:
-            await asyncio.to_thread(self.shaped.block)
+            await asyncio.to_thread(self.link.block)
         return began
 
     def heal(self, how: Harm) -> None:
         """Bring it back in the background."""
         self._back = asyncio.create_task(
-            asyncio.to_thread(self.process.restart if how == "kill" else self.shaped.open)
+            asyncio.to_thread(self.process.restart if how == "kill" else self.link.open)
         )
 
     async def back(self) -> None:
@@ -119,7 +119,7 @@ def failover(options: FailoverOptions, command: str) -> Result:
     with limited_threads(), ExitStack() as stack, JobBars("failover", 3) as bars:
         processes = stack.enter_context(stages(options.run, groups * REPLICAS))
         lines = stack.enter_context(links(processes, options.link))
-        cases, bereft = asyncio.run(_measure(options, config, processes, lines, bars.update))
+        cases, no_replica = asyncio.run(_measure(options, config, processes, lines, bars.update))
     result = {
         **header(command, options.seed),
         "data": options.source.open().name,
@@ -130,7 +130,7 @@ def failover(options: FailoverOptions, command: str) -> Result:
         "blocks_of_stages": [list(process.blocks) for process in processes],
         "output_bytes": options.output,
         **summary(cases),
-        "no_replica": bereft,
+        "no_replica": no_replica,
         "rows": [vars(case) for case in cases],
     }
     write_json(options.folder / "failover.json", result)
@@ -140,24 +140,24 @@ def failover(options: FailoverOptions, command: str) -> Result:
 
 def summary(cases: Sequence[Case]) -> Result:
     """Kills and black holes apart."""
-    found: Result = {}
+    figures: Result = {}
     for harm, plural, prefix in (("kill", "kills", ""), ("blackhole", "blackholes", "blackhole_")):
         mine = [case for case in cases if case.harm == harm]
-        found |= {plural: len(mine), f"{prefix}identical": sum(case.identical for case in mine)}
+        figures |= {plural: len(mine), f"{prefix}identical": sum(case.identical for case in mine)}
         for name in ("detect_ms", "next_byte_ms") if mine else ():
             values = [getattr(case, name) for case in mine]
-            found |= {
+            figures |= {
                 f"{prefix}{name}_p50": quantile(values, 0.5),
                 f"{prefix}{name}_p99": quantile(values, 0.99),
             }
-    return found
+    return figures
 
 
 async def _measure(
     options: FailoverOptions,
     config: Config,
     processes: Sequence[StageProcess],
-    lines: Sequence[Shaped],
+    lines: Sequence[ShapedLink],
     report: Callable[[str, Result], None],
 ) -> tuple[list[Case], Result]:
     entry = Entry(RunModel(options.run), names(lines))
@@ -177,26 +177,26 @@ async def _measure(
             cases.append(
                 await _case(entry, hosts, harm, MODES[len(cases) % len(MODES)], prompt, draws)
             )
-            done = sum(case.harm == harm for case in cases)
-            report(f"{harm}s", {"share": done / harms.count(harm)})
-        bereft = await _without_replica(entry, hosts, prompts[-1])
+            count = sum(case.harm == harm for case in cases)
+            report(f"{harm}s", {"share": count / harms.count(harm)})
+        no_replica = await _without_replica(entry, hosts, prompts[-1])
         report("no replica", {"share": 1.0})
     finally:
         await entry.aclose()
-    return cases, bereft
+    return cases, no_replica
 
 
 def _notice(host: StageHost) -> None:
-    """Keep the moment at which the entry loses its line."""
+    """Record when the entry loses its line."""
     before = host.line.on_change
 
-    def changed(line: StageLine) -> None:
+    def on_change(line: StageLine) -> None:
         if not line.alive:
-            host.lost = time.perf_counter()
+            host.lost_at = time.perf_counter()
         if before is not None:
             before(line)
 
-    host.line.on_change = changed
+    host.line.on_change = on_change
 
 
 async def _case(
@@ -217,15 +217,15 @@ async def _case(
         async for piece in entry.generate(Way("", "fan", mode).request(prompt, len(expected))):
             text, failovers = text + piece.text, piece.stats.failovers
             fault.advance(len(text), len(expected))
-        met = await fault.over()
-        if met is None:
+        victim = await fault.over()
+        if victim is None:
             continue
-        met.heal(harm)
-        if fault.next_byte and met.lost > fault.began:
-            detect, following = (
-                1000 * (moment - fault.began) for moment in (met.lost, fault.next_byte)
+        victim.heal(harm)
+        if fault.next_byte and victim.lost_at > fault.began:
+            detect, next_byte = (
+                1000 * (moment - fault.began) for moment in (victim.lost_at, fault.next_byte)
             )
-            return Case(harm, mode, text == expected, detect, following, failovers)
+            return Case(harm, mode, text == expected, detect, next_byte, failovers)
 
 
 class Fault:
@@ -234,36 +234,36 @@ class Fault:
     def __init__(self, hosts: Sequence[StageHost], harm: Harm, draws: random.Random) -> None:
         self.began = self.next_byte = 0.0
         self._hosts, self._harm = hosts, harm
-        self._sent = [host.line.bytes_out for host in hosts]
+        self._bytes_before = [host.line.bytes_out for host in hosts]
         self._blocks = draws.choice(sorted({host.process.blocks for host in hosts}))
         self._share = draws.uniform(0.05, 0.5)  # of the text that is there before
         self._pause = draws.uniform(0, 1.5e-3) * max(host.line.rtt_ms for host in hosts)
-        self._struck: asyncio.Task[StageHost] | None = None
+        self._strike_task: asyncio.Task[StageHost] | None = None
 
     def advance(self, there: int, whole: int) -> None:
         """Call it with the number of bytes written so far."""
         if self.began and not self.next_byte:
             self.next_byte = time.perf_counter()
-        if self._struck is None and there >= self._share * whole:
-            self._struck = asyncio.create_task(self._strike())
+        if self._strike_task is None and there >= self._share * whole:
+            self._strike_task = asyncio.create_task(self._strike())
 
     async def _strike(self) -> StageHost:
         await asyncio.sleep(self._pause)
         holders = [n for n, host in enumerate(self._hosts) if host.process.blocks == self._blocks]
         host = self._hosts[
-            max(holders, key=lambda n: self._hosts[n].line.bytes_out - self._sent[n])
+            max(holders, key=lambda n: self._hosts[n].line.bytes_out - self._bytes_before[n])
         ]  # the one that is asked
         self.began = await host.harm(self._harm)
         return host
 
     async def over(self) -> StageHost | None:
         """The host that failed; None if the answer ended before."""
-        if self._struck is None:
+        if self._strike_task is None:
             return None
         if not self.began:
-            self._struck.cancel()
+            self._strike_task.cancel()
         with suppress(asyncio.CancelledError):
-            return await self._struck
+            return await self._strike_task
         return None
 
 
@@ -273,8 +273,8 @@ async def _without_replica(entry: Entry, hosts: Sequence[StageHost], prompt: Pro
         await host.back()
     request = Way("", "fan", "exact").request(prompt, len(prompt.real))
     expected = (await write(entry, request)).text
-    gone = [host for host in hosts if host.process.blocks == hosts[0].process.blocks]
-    for host in gone:
+    victims = [host for host in hosts if host.process.blocks == hosts[0].process.blocks]
+    for host in victims:
         await host.harm("kill")
     degraded = await write(entry, replace(request, allow_degraded=True))
     began, refusal = time.perf_counter(), ""
@@ -283,9 +283,9 @@ async def _without_replica(entry: Entry, hosts: Sequence[StageHost], prompt: Pro
     except AnswerFailed as error:
         refusal = str(error)
     seconds = time.perf_counter() - began
-    for host in gone:
+    for host in victims:
         host.heal("kill")
-    for host in gone:
+    for host in victims:
         await host.back()
     again = await write(entry, request)
     return {

@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def untrained(folder: Path, config: Config) -> Path:
+def create_untrained(folder: Path, config: Config) -> Path:
     """A run with the weights that training begins with, and its reference; made once."""
     if not (folder / "model" / "config.json").exists() or read_manifest(folder).config != config:
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +52,7 @@ def measure_first_byte(
 ) -> Result:
     """Medians for two and for four hosts: of the fan, and of the end-to-end model as a ring."""
     config = make_config(dict(SHAPES[scale]))
-    run = untrained(folder, config)
+    run = create_untrained(folder, config)
     prompt = Prompt(
         bytes(random_text(0, config.context - 3 * ANSWER)), b"", 0
     )  # 1,000 bytes of a context of 1,024
@@ -86,18 +86,18 @@ def _row(
         else split(range(1, config.blocks + 1), hosts)
     )
     with (
-        stages(run, groups, reference=not fan) as found,
-        links(found if fan else found[1:], link) as lines,
+        stages(run, groups, reference=not fan) as processes,
+        links(processes if fan else processes[1:], link) as lines,
     ):
-        route = names(lines) if fan else [found[0].address, *names(lines)]
+        route = names(lines) if fan else [processes[0].address, *names(lines)]
         times = asyncio.run(_times(run, route, prompts, fan=fan))
-    measured = times[1:]  # the first answer warms everything up
+    repeats = times[1:]  # the first answer warms everything up
     return {
         "topology": topology,
         "hosts": hosts,
         "rtt_ms": link.rtt_ms,
-        "first_byte_ms": statistics.median(measured),
-        "first_byte_ms_all": [round(value, 1) for value in measured],
+        "first_byte_ms": statistics.median(repeats),
+        "first_byte_ms_all": [round(value, 1) for value in repeats],
     }
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from blocktrain.bench.machine import header
-from blocktrain.bench.network.shaper import LOCALHOST, Link, Shaped, shaped
+from blocktrain.bench.network.shaper import LOCALHOST, Link, ShapedLink, shape_link
 from blocktrain.bench.serving.answers import Result
 from blocktrain.bench.serving.shape import Shape, buffer, model_hash, parse_shape, shared_model
-from blocktrain.bench.serving.stages import START_SECONDS, STOP_SECONDS, carried, names
+from blocktrain.bench.serving.stages import START_SECONDS, STOP_SECONDS, count_bytes, names
 from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.learning.generate import Picker, Sampler
@@ -73,12 +73,12 @@ def large(options: LargeOptions, command: str) -> Result:
     shape = parse_shape(options.shape, options.hosts)
     config = shape.config(options.tokens)
     options.folder.mkdir(parents=True, exist_ok=True)
-    said = (
+    summary = (
         f"{shape.parameters / 1e9:.4g}B parameters: "
         f"{shape.blocks} blocks of {shape.layers} layers, {shape.width} wide"
     )
     console.print(
-        f"{said}; one layer of {shape.buffer_bytes / 2**30:.2f} GiB is really there",
+        f"{summary}; one layer of {shape.buffer_bytes / 2**30:.2f} GiB is really there",
         highlight=False,
     )
     with buffer(options.folder, shape) as path:
@@ -93,7 +93,7 @@ def large(options: LargeOptions, command: str) -> Result:
             rows, same = asyncio.run(_measure(options, config, ring, bars.update))
     for row in rows:
         row["predicted_seconds"] = estimate[row["mode"]]
-    one, swept = rows
+    one, sweep = rows
     result = {
         **header(command, 0),
         "shape": options.shape,
@@ -110,7 +110,7 @@ def large(options: LargeOptions, command: str) -> Result:
         "threads": options.threads,
         "tokens": options.tokens,
         "rows": rows,
-        "gain": one["seconds"] / swept["seconds"],
+        "gain": one["seconds"] / sweep["seconds"],
         "same_choices": same,
         "buffer_gib": shape.buffer_bytes / 2**30,
         "memory_gib": max(row["memory_gib"] for row in rows),
@@ -151,15 +151,15 @@ def _estimate(shape: Shape, config: Config, path: Path, options: LargeOptions) -
 def _layer_seconds(shape: Shape, config: Config, path: Path, positions: int) -> float:
     one = Shape(shape.width, 1, 1)
     block = shared_model(one, config, path)
-    found = []
+    times = []
     with torch.inference_mode():
         for _ in range(3):  # the first maps the pages
             cache = Cache(block, 1)
             x = torch.randn(1, positions, shape.width)
             began = time.perf_counter()
             through_layers(block, x, [positions], [cache])
-            found.append(time.perf_counter() - began)
-    return min(found)
+            times.append(time.perf_counter() - began)
+    return min(times)
 
 
 # -- the hosts
@@ -177,7 +177,7 @@ class _Ring:
     """Stages in their order as the entry calls them, the lines between hosts, and the processes."""
 
     names: list[str]
-    lines: list[Shaped]
+    lines: list[ShapedLink]
     pids: list[int]
     access: Access
 
@@ -191,7 +191,7 @@ def _ring(options: LargeOptions, shape: Shape, config: Config, path: Path) -> It
             for number in range(1, shape.blocks + 1)
         ]
         lines = [
-            stack.enter_context(shaped(LOCALHOST, parse_address(host.address)[1], options.link))
+            stack.enter_context(shape_link(LOCALHOST, parse_address(host.address)[1], options.link))
             for host in hosts[1:]
         ]
         pids = [host.process.pid for host in hosts if host.process.pid is not None]
@@ -240,31 +240,29 @@ def hold(
 ) -> None:
     """A host's process: the same stage as `blocktrain stage`, until its parent is gone."""
     use_threads(threads)
-    holding = ReferenceLayers(
-        config, shared_model(shape, config, path), [number], model_hash(shape)
-    )
+    layers = ReferenceLayers(config, shared_model(shape, config, path), [number], model_hash(shape))
 
-    async def serving() -> None:
-        stage = Stage(holding, limits=StageLimits(idle_seconds=HOUR), threads=threads)
-        ended = asyncio.Event()
+    async def serve() -> None:
+        stage = Stage(layers, limits=StageLimits(idle_seconds=HOUR), threads=threads)
+        stop = asyncio.Event()
         control.send(await stage.start())
-        asyncio.get_running_loop().add_reader(control.fileno(), ended.set)
-        await ended.wait()
+        asyncio.get_running_loop().add_reader(control.fileno(), stop.set)
+        await stop.wait()
         await stage.aclose()
 
     with suppress(KeyboardInterrupt):
-        asyncio.run(serving())
+        asyncio.run(serve())
 
 
-def held_gib(pids: Sequence[int]) -> float:
+def memory_gib(pids: Sequence[int]) -> float:
     """Memory of processes together, in GiB, what they share counted once."""
-    found = 0
+    total = 0
     for pid in pids:
         rollup = Path(f"/proc/{pid}/smaps_rollup")
         if rollup.exists():
             line = next(line for line in rollup.read_text().splitlines() if line.startswith("Pss:"))
-            found += int(line.split()[1]) * 1024
-    return found / 2**30
+            total += int(line.split()[1]) * 1024
+    return total / 2**30
 
 
 # -- the two modes
@@ -279,18 +277,18 @@ async def _measure(
         for line in lines:
             await line.ready(START_SECONDS)
         writer = _Writer(Ring(lines), options, ring)
-        written, one = await writer.autoregressive(
+        text, one = await writer.autoregressive(
             lambda share: report("autoregressive", {"share": share})
         )
-        swept, all_ = await writer.sweep(written, lambda share: report("sweep", {"share": share}))
+        choices, all_ = await writer.sweep(text, lambda share: report("sweep", {"share": share}))
     finally:
         for line in lines:
             await line.aclose()
-    return [one, all_], sum(a == b for a, b in zip(written, swept, strict=True))
+    return [one, all_], sum(a == b for a, b in zip(text, choices, strict=True))
 
 
 class _Writer:
-    """Writes over the ring, and keeps the books."""
+    """Writes over the ring, and measures time, bytes and memory."""
 
     def __init__(self, ring: Ring, options: LargeOptions, hosts: _Ring) -> None:
         self._ring, self._tokens, self._hosts = ring, options.tokens, hosts
@@ -307,33 +305,33 @@ class _Writer:
                 progress((number + 1) / self._tokens)
             return self._tokens
 
-        row = await self._timed("autoregressive", write)
+        row = await self._time_mode("autoregressive", write)
         return bytes(text[len(PROMPT) :]), row
 
     async def sweep(self, draft: bytes, progress: Callable[[float], None]) -> tuple[bytes, Result]:
         """One traversal for all."""
-        found = bytearray()
+        choices = bytearray()
         progress(0.0)
 
         async def write(session: int) -> int:
-            found.extend(await self._choose(session, 0, PROMPT + draft[:-1], self._tokens))
+            choices.extend(await self._choose(session, 0, PROMPT + draft[:-1], self._tokens))
             return 1
 
-        row = await self._timed("sweep", write)
+        row = await self._time_mode("sweep", write)
         progress(1.0)
-        return bytes(found), row
+        return bytes(choices), row
 
     async def _choose(self, session: int, start: int, ids: bytes, wanted: int) -> bytes:
         logits = await self._ring.run(session, frames.Run(0, start, len(ids), wanted), ids)
         return bytes(self._picker.picks(logits[0], start + 1 + len(ids) - wanted))
 
-    async def _timed(self, mode: str, write: Callable[[int], Awaitable[int]]) -> Result:
+    async def _time_mode(self, mode: str, write: Callable[[int], Awaitable[int]]) -> Result:
         session = secrets.randbits(63)
         await self._ring.open(session, WIRE)
-        before, began = await asyncio.to_thread(carried, self._hosts.lines), time.perf_counter()
+        before, began = await asyncio.to_thread(count_bytes, self._hosts.lines), time.perf_counter()
         traversals = await write(session)
         seconds = time.perf_counter() - began
-        memory = await asyncio.to_thread(held_gib, [*self._hosts.pids, os.getpid()])
+        memory = await asyncio.to_thread(memory_gib, [*self._hosts.pids, os.getpid()])
         await self._ring.close(session)
         return {
             "mode": mode,
@@ -341,6 +339,6 @@ class _Writer:
             "traversals": traversals,
             "seconds": seconds,
             "tokens_per_s": self._tokens / seconds,
-            "wire_bytes": await asyncio.to_thread(carried, self._hosts.lines) - before,
+            "wire_bytes": await asyncio.to_thread(count_bytes, self._hosts.lines) - before,
             "memory_gib": memory,
         }

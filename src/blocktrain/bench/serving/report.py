@@ -33,7 +33,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
     subject = Subject(
         options,
         run
-        or trained(options.folder / "model", options.scale, options.source, options.seed, slots),
+        or train_run(options.folder / "model", options.scale, options.source, options.seed, slots),
     )
     with JobBars("serving", len(options.rtt_ms) + PARTS) as bars:
         link = options.link(FIRST_BYTE_MS if options.scale == "standard" else options.rtt_ms[0])
@@ -41,7 +41,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
         first = measure_first_byte(
             options.folder / "untrained", options.scale, link, options.sizes.first_bytes, report
         )
-        found = measure_serving(subject, bars.update)
+        figures = measure_serving(subject, bars.update)
     result = {
         **header(command, options.seed),
         "scale": options.scale,
@@ -56,7 +56,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
             "fan": [[1, "readout"], *map(list, subject.fan_groups)],
             "reference": list(map(list, subject.ring_groups)),
         },
-        **found,
+        **figures,
         **first,
     }
     write_json(options.folder / "serving.json", result)
@@ -69,12 +69,12 @@ def _share(bars: JobBars, name: str, share: float) -> None:
     bars.update(name, {"share": share})
 
 
-def trained(folder: Path, scale: str, source: Source, seed: int, slots: int) -> Path:
+def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -> Path:
     """The run of a scale with its reference, trained once. Continues an interrupted training."""
     config = make_config({**SCALES[scale], "compose": "fuse", "seed": seed})
     if folder.exists():
-        run, *known, _ = open_run(folder)
-        if known != [config, source.spec]:
+        run, *content, _ = open_run(folder)
+        if content != [config, source.spec]:
             raise RunError(
                 f"{folder} holds another model; "
                 f"name another folder with --out, or serve it with --run {folder}"
@@ -127,7 +127,7 @@ def plot(path: Path, result: Result) -> None:
 
 
 def _by_way(rows: Sequence[Result]) -> dict[Way, list[Result]]:
-    found: dict[Way, list[Result]] = {}
+    groups: dict[Way, list[Result]] = {}
     for row in rows:
         way = Way(
             row["model"],
@@ -135,5 +135,5 @@ def _by_way(rows: Sequence[Result]) -> dict[Way, list[Result]]:
             row["mode"],
             row["sweeps"] if row["mode"] == "sweep" else 1,
         )
-        found.setdefault(way, []).append(row)
-    return found
+        groups.setdefault(way, []).append(row)
+    return groups

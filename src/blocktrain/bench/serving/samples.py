@@ -31,7 +31,7 @@ def judge_samples(
     starts = [i * (len(valid) - context) // count for i in range(count)]
     prompts = [tuple(valid[s : s + prompt_size].tolist()) for s in starts]
 
-    def written(number: int, sweeps: int | None) -> Tokens:
+    def sample(number: int, sweeps: int | None) -> Tokens:
         sampler = Sampler(seed + number)
         if sweeps is None:
             return tuple(write(model, prompts[number], size, sampler))
@@ -40,32 +40,34 @@ def judge_samples(
     kinds: dict[str, Callable[[int], Tokens]] = {
         "real": lambda i: tuple(valid[starts[i] + prompt_size : starts[i] + context].tolist())
     }
-    kinds["autoregressive"] = lambda i: written(i, None)
+    kinds["autoregressive"] = lambda i: sample(i, None)
     for k in SWEEPS:
-        kinds[f"sweep_{k}"] = lambda i, k=k: written(i, k)  # type: ignore[misc]
+        kinds[f"sweep_{k}"] = lambda i, k=k: sample(i, k)  # type: ignore[misc]
     kinds["first_block"] = lambda i: tuple(
         write_with(model.drafter(), prompts[i], size, context, Sampler(seed + i))
     )
     texts: dict[str, list[Tokens]] = {name: [] for name in kinds}
-    for done, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):
+    for number, (name, i) in enumerate(itertools.product(kinds, range(count)), 1):
         texts[name].append(kinds[name](i))
-        progress(done / (len(kinds) * count))
+        progress(number / (len(kinds) * count))
     exact = texts["autoregressive"]
     return [
         {
             "name": name,
             "bits_per_byte": sum(
                 text_bits(reference, p, t) * len(t) / len(decode(t))
-                for p, t in zip(prompts, found, strict=True)
+                for p, t in zip(prompts, samples, strict=True)
             )
             / count,
-            "distinct_4grams": _distinct(found),
+            "distinct_4grams": _distinct(samples),
             "same_as_autoregressive": sum(
-                a == b for t, e in zip(found, exact, strict=True) for a, b in zip(t, e, strict=True)
+                a == b
+                for t, e in zip(samples, exact, strict=True)
+                for a, b in zip(t, e, strict=True)
             )
             / (count * size),
         }
-        for name, found in texts.items()
+        for name, samples in texts.items()
     ]
 
 

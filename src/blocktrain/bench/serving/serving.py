@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from blocktrain.bench.network.shaper import Link, Shaped
+from blocktrain.bench.network.shaper import Link, ShapedLink
 from blocktrain.bench.serving.answers import (
-    Measured,
+    Measurement,
     Prompt,
     Result,
     Star,
     Way,
     Writer,
-    measured,
+    measure_way,
     quantile,
     take_prompts,
     users_at_once,
@@ -38,8 +38,8 @@ from blocktrain.bench.serving.costs import (
     stage_cost,
     timed_line,
 )
-from blocktrain.bench.serving.exactness import Agreement, compare, fan_home
-from blocktrain.bench.serving.stages import StageProcess, carried, links, names, split, stages
+from blocktrain.bench.serving.exactness import Agreement, compare, open_fan_model
+from blocktrain.bench.serving.stages import StageProcess, count_bytes, links, names, split, stages
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.data import Source
@@ -71,7 +71,7 @@ class Sizes:
     prompts: int = 8
     slow_prompts: int = 3  # of rows that make a traversal for every byte
     users: int = 8
-    judged: int = 32  # texts of which the quality is the mean
+    quality_texts: int = 32  # texts of which the quality is the mean
     texts: int = 40  # that are compared position by position ...
     text: int = 512  # ... with so many bytes each
     hops: int = 500
@@ -152,9 +152,11 @@ class Subject:
         return min(OUTPUT, self.config.context - self.prompt)
 
     @cached_property
-    def judged(self) -> list[Prompt]:
+    def quality_prompts(self) -> list[Prompt]:
         """Prompts that the quality is judged on; the timed ones are among them."""
-        count = max(self.options.sizes.judged, self.options.sizes.prompts, self.options.sizes.users)
+        count = max(
+            self.options.sizes.quality_texts, self.options.sizes.prompts, self.options.sizes.users
+        )
         return take_prompts(
             self.options.source.open().valid, count, self.prompt, self.output, self.options.seed
         )
@@ -163,20 +165,20 @@ class Subject:
         """Which prompts a row is measured with."""
         sizes = self.options.sizes
         slow = way.mode == "autoregressive" and rtt_ms > FAST_MS
-        return range(0, len(self.judged), max(len(self.judged) // sizes.prompts, 1))[
-            : sizes.slow_prompts if slow else sizes.prompts
-        ]
+        return range(
+            0, len(self.quality_prompts), max(len(self.quality_prompts) // sizes.prompts, 1)
+        )[: sizes.slow_prompts if slow else sizes.prompts]
 
     @property
     def fan_ways(self) -> list[Way]:
-        """How the run is written with."""
+        """The ways to write with the run."""
         model = self.config.compose
         sweeps = [Way(model, "fan", "sweep", k) for k in SWEEPS]
         return [Way(model, "fan", "autoregressive"), *sweeps, Way(model, "fan", "exact")]
 
     @property
     def reference_ways(self) -> list[Way]:
-        """How the end-to-end model is written with, if there is one."""
+        """The ways to write with the end-to-end model, if there is one."""
         return (
             [Way("reference", "ring", "autoregressive"), Way("reference", "star", "autoregressive")]
             if self.reference
@@ -221,15 +223,15 @@ def measure_serving(subject: Subject, report: Report) -> Result:
             with links(fan, link) as fan_lines, links(ring[1:], link) as ring_lines:
                 place = LinkSetup(subject, near, fan_lines, ring[:1], ring_lines, link)
                 far.append(asyncio.run(_far(place, partial(_share, report, f"{rtt_ms:g} ms"))))
-    rows = [row for found in far for row in found.rows]
+    rows = [row for each in far for row in each.rows]
     agreement = near.agreement
     return {
         "rows": rows,
-        "gains": [gain(found.rows) for found in far],
-        "users": [row for found in far for row in found.users],
+        "gains": [gain(each.rows) for each in far],
+        "users": [row for each in far for row in each.users],
         "acceptance": agreement.acceptance,
         "accepted_per_sweep": {
-            f"{rtt:g}": found.histogram for rtt, found in zip(options.rtt_ms, far, strict=True)
+            f"{rtt:g}": each.histogram for rtt, each in zip(options.rtt_ms, far, strict=True)
         },
         "divergences": agreement.divergences,
         "positions": agreement.positions,
@@ -237,7 +239,7 @@ def measure_serving(subject: Subject, report: Report) -> Result:
         "hop_overhead_ms_p50": 1000 * quantile(near.overheads, 0.5),
         "hop_overhead_ms_p99": 1000 * quantile(near.overheads, 0.99),
         "quality": near.bits,
-        "judged_texts": len(subject.judged),
+        "judged_texts": len(subject.quality_prompts),
         "texts_changed": sum(row["texts_changed"] for row in rows),
         "costs": near.costs.as_result(),
     }
@@ -253,7 +255,7 @@ def gain(rows: Sequence[Result]) -> Result:
         (row for row in rows if row["mode"] == "autoregressive"), key=lambda row: row["bytes_per_s"]
     )
     exact = next(row for row in rows if row["mode"] == "exact")
-    swept = {
+    sweeps = {
         f"sweep_{row['sweeps']}": row["bytes_per_s"] / best["bytes_per_s"]
         for row in rows
         if row["mode"] == "sweep"
@@ -262,7 +264,7 @@ def gain(rows: Sequence[Result]) -> Result:
         "rtt_ms": best["rtt_ms"],
         "best_autoregressive": f"{best['model']}, {best['topology']}",
         "best_autoregressive_bytes_per_s": best["bytes_per_s"],
-        **swept,
+        **sweeps,
         "exact": exact["bytes_per_s"] / best["bytes_per_s"],
         "exact_bytes_per_sweep": exact["bytes_per_sweep"],
     }
@@ -279,7 +281,7 @@ async def _near(
     entry = Entry(RunModel(subject.run), route)
     try:
         await entry.start(30.0)
-        async with fan_home(subject.run, route) as home:
+        async with open_fan_model(subject.run, route) as fan_model:
             texts = await _texts(subject, entry, partial(_share, report, "texts"))
             prompts = take_prompts(
                 options.source.open().valid,
@@ -289,10 +291,10 @@ async def _near(
                 options.seed + 1000,
             )
             agreement = await compare(
-                entry, home, prompts, options.sizes.text, partial(_share, report, "positions")
+                entry, fan_model, prompts, options.sizes.text, partial(_share, report, "positions")
             )
-            overheads, costs = await _costs(subject, home, fan, ring, agreement.acceptance)
-            bits = _judged(subject, texts, home) if subject.reference else {}
+            overheads, costs = await _costs(subject, fan_model, fan, ring, agreement.acceptance)
+            bits = _judge(subject, texts, fan_model) if subject.reference else {}
     finally:
         await entry.aclose()
     return Near(texts, bits, costs, overheads, agreement)
@@ -304,29 +306,31 @@ async def _texts(
     """What each way writes. It must write the same over every link."""
     texts: dict[Way, list[bytes]] = {}
     ways = subject.fan_ways
-    for done, way in enumerate(ways, 1):
+    for count, way in enumerate(ways, 1):
         texts[way] = [
             (await write(entry, way.request(prompt, subject.output))).text
-            for prompt in subject.judged
+            for prompt in subject.quality_prompts
         ]
-        progress(done / (len(ways) + subject.reference))
+        progress(count / (len(ways) + subject.reference))
     if subject.reference:
         alone = Entry(RunModel(subject.run, reference=True))
         try:
             await alone.start()
             way = subject.reference_ways[0]
-            found = [
+            answers = [
                 (await write(alone, way.request(prompt, subject.output))).text
-                for prompt in subject.judged
+                for prompt in subject.quality_prompts
             ]
         finally:
             await alone.aclose()
-        texts |= dict.fromkeys(subject.reference_ways, found)
+        texts |= dict.fromkeys(subject.reference_ways, answers)
         progress(1.0)
     return texts
 
 
-def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: FanModel) -> dict[str, float]:
+def _judge(
+    subject: Subject, texts: dict[Way, list[bytes]], fan_model: FanModel
+) -> dict[str, float]:
     """Bits per byte under the end-to-end model, of real text and of all that was written."""
     reference = (
         load_independent(subject.manifest.run, subject.config, REFERENCE, CPU)
@@ -334,26 +338,29 @@ def _judged(subject: Subject, texts: dict[Way, list[bytes]], home: FanModel) -> 
         .eval()
     )
     with torch.inference_mode():
-        block, size = DraftBlock(subject.config, home.local), subject.output
-        drafted = [
+        block, size = DraftBlock(subject.config, fan_model.local), subject.output
+        drafts = [
             bytes(Drafter(block.read, Sampler(prompt.seed)).draft(tuple(prompt.text), 0, size))
-            for prompt in subject.judged
+            for prompt in subject.quality_prompts
         ]
-    every = {"real": [prompt.real for prompt in subject.judged], "first block alone": drafted}
-    every |= {way.name: found for way, found in texts.items()}
+    every = {
+        "real": [prompt.real for prompt in subject.quality_prompts],
+        "first block alone": drafts,
+    }
+    every |= {way.name: answers for way, answers in texts.items()}
     return {
         name: sum(
             text_bits(reference, prompt.text, text)
-            for prompt, text in zip(subject.judged, found, strict=True)
+            for prompt, text in zip(subject.quality_prompts, answers, strict=True)
         )
-        / len(found)
-        for name, found in every.items()
+        / len(answers)
+        for name, answers in every.items()
     }
 
 
 async def _costs(
     subject: Subject,
-    home: FanModel,
+    fan_model: FanModel,
     fan: Sequence[StageProcess],
     ring: Sequence[StageProcess],
     acceptance: float,
@@ -372,7 +379,7 @@ async def _costs(
         async with timed_line(ring[0].address, replace(access, model=weights)) as line:
             layers = await layers_cost(line, config.context, config.width)
     wide = 4.0 * config.width * len(fan[0].blocks)
-    entry, draft = entry_cost(home, config.context), draft_cost(config, home)
+    entry, draft = entry_cost(fan_model, config.context), draft_cost(config, fan_model)
     return overheads, Costs(
         stage,
         wide,
@@ -395,36 +402,39 @@ class LinkSetup:
 
     subject: Subject
     near: Near
-    fan_lines: Sequence[Shaped]
+    fan_lines: Sequence[ShapedLink]
     own: Sequence[StageProcess]  # of the ring: on the entry's host
-    ring_lines: Sequence[Shaped]
+    ring_lines: Sequence[ShapedLink]
     link: Link
 
 
 async def _far(place: LinkSetup, progress: Callable[[float], None]) -> Far:
     subject, rtt_ms = place.subject, place.link.rtt_ms
     ways = [*subject.fan_ways, *subject.reference_ways]
-    found: list[Measured] = []
+    measurements: list[Measurement] = []
     progress(0.0)
 
     def requests(way: Way) -> list[Request]:
         return [
-            way.request(subject.judged[n], subject.output) for n in subject.numbers(way, rtt_ms)
+            way.request(subject.quality_prompts[n], subject.output)
+            for n in subject.numbers(way, rtt_ms)
         ]
 
     entry = Entry(RunModel(subject.run), names(place.fan_lines))
     try:
         await entry.start(30.0)
-        warm = subject.fan_ways[-1].request(replace(subject.judged[-1], seed=2**31), subject.output)
+        warm = subject.fan_ways[-1].request(
+            replace(subject.quality_prompts[-1], seed=2**31), subject.output
+        )
         await write(entry, warm)
         for way in subject.fan_ways:
-            found.append(
-                await measured(
-                    way, requests(way), partial(write, entry), partial(carried, place.fan_lines)
+            measurements.append(
+                await measure_way(
+                    way, requests(way), partial(write, entry), partial(count_bytes, place.fan_lines)
                 )
             )
-            progress(len(found) / (len(ways) + 1))
-        crowd = subject.judged[: subject.options.sizes.users]
+            progress(len(measurements) / (len(ways) + 1))
+        crowd = subject.quality_prompts[: subject.options.sizes.users]
         users = [
             await users_at_once(entry, way, crowd, subject.output)
             for way in (subject.fan_ways[0], subject.fan_ways[-1])
@@ -444,32 +454,36 @@ async def _far(place: LinkSetup, progress: Callable[[float], None]) -> Far:
             writers: tuple[Writer, ...] = (partial(write, ring), star.write)
             for way, one in zip(subject.reference_ways, writers, strict=True):
                 await one(replace(requests(way)[0], max_tokens=2))  # stages connect to each other
-                found.append(
-                    await measured(way, requests(way), one, partial(carried, place.ring_lines))
+                measurements.append(
+                    await measure_way(
+                        way, requests(way), one, partial(count_bytes, place.ring_lines)
+                    )
                 )
-                progress(len(found) / (len(ways) + 1))
+                progress(len(measurements) / (len(ways) + 1))
         finally:
             await ring.aclose()
     progress(1.0)
     return Far(
-        [_row(place, each) for each in found],
+        [_row(place, each) for each in measurements],
         [{"rtt_ms": rtt_ms, **each} for each in users],
-        _exact(found).histogram(),
+        _exact(measurements).histogram(),
     )
 
 
-def _exact(found: Sequence[Measured]) -> Measured:
-    return next(each for each in found if each.way.mode == "exact")
+def _exact(measurements: Sequence[Measurement]) -> Measurement:
+    return next(each for each in measurements if each.way.mode == "exact")
 
 
-def _row(place: LinkSetup, found: Measured) -> Result:
+def _row(place: LinkSetup, measurement: Measurement) -> Result:
     """With the prediction, the quality, and how many texts differ from those without a link."""
-    subject, near, way = place.subject, place.near, found.way
-    row = found.row(place.link.rtt_ms)
-    row["predicted"] = near.costs.predicted(
+    subject, near, way = place.subject, place.near, measurement.way
+    row = measurement.row(place.link.rtt_ms)
+    row["predicted"] = near.costs.predict(
         way, place.link.rtt_ms, place.link.mbit, subject.prompt, subject.output, row["traversals"]
     )
     row["quality"] = near.bits.get(way.name)
-    known = [near.texts[way][n] for n in subject.numbers(way, place.link.rtt_ms)]
-    row["texts_changed"] = sum(a.text != b for a, b in zip(found.answers, known, strict=True))
+    expected = [near.texts[way][n] for n in subject.numbers(way, place.link.rtt_ms)]
+    row["texts_changed"] = sum(
+        a.text != b for a, b in zip(measurement.answers, expected, strict=True)
+    )
     return row

@@ -116,11 +116,11 @@ def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 def shared_model(shape: Shape, config: Config, path: Path) -> IndependentBlock:
     """The whole model. All layers share the weights in the file, which all processes map."""
     count = shape.buffer_bytes // 4
-    mapped = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32)
+    buffer = torch.from_file(str(path), shared=True, size=count, dtype=torch.float32)
     weights: dict[str, Tensor] = {}
     at = 0
     for name, size in _sizes(shape).items():
-        weights[name] = mapped[at : at + math.prod(size)].view(size)
+        weights[name] = buffer[at : at + math.prod(size)].view(size)
         at += math.prod(size)
     with torch.device("meta"):
         layer = Layer(config.width, config.heads)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from blocktrain.bench.network.shaper import LOCALHOST, Link, Shaped, shaped
+from blocktrain.bench.network.shaper import LOCALHOST, Link, ShapedLink, shape_link
 from blocktrain.errors import RunError
 from blocktrain.serving.line.address import parse_address
 
@@ -105,30 +105,30 @@ def stages(
     """A stage process for each group of blocks."""
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))
-        found = [StageProcess(run, tuple(group), log, reference) for group in groups]
-        for stage in found:
+        processes = [StageProcess(run, tuple(group), log, reference) for group in groups]
+        for stage in processes:
             stack.callback(stage.end)
             stage.launch()
-        for stage in found:
+        for stage in processes:
             stage.wait()
-        yield found
+        yield processes
 
 
 @contextmanager
-def links(targets: Sequence[StageProcess], link: Link) -> Iterator[list[Shaped]]:
+def links(targets: Sequence[StageProcess], link: Link) -> Iterator[list[ShapedLink]]:
     """A shaped link to each stage."""
     with ExitStack() as stack:
-        yield [stack.enter_context(shaped(LOCALHOST, stage.port, link)) for stage in targets]
+        yield [stack.enter_context(shape_link(LOCALHOST, stage.port, link)) for stage in targets]
 
 
-def names(lines: Sequence[Shaped]) -> list[str]:
+def names(lines: Sequence[ShapedLink]) -> list[str]:
     """The addresses of the stages behind their links."""
     return [f"{line.host}:{line.port}" for line in lines]
 
 
-def carried(lines: Sequence[Shaped]) -> int:
+def count_bytes(lines: Sequence[ShapedLink]) -> int:
     """Bytes that have passed, in both directions."""
-    return sum(found.up + found.down for found in (line.counters() for line in lines))
+    return sum(counters.up + counters.down for counters in (line.counters() for line in lines))
 
 
 def split(numbers: Sequence[int], hosts: int) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ from blocktrain.bench.transport.swarm import Load, Notes, swarm_process
 from blocktrain.errors import RunError
 
 Result = dict[str, Any]
-# Blocks that do not wait for each other, small, and with steps for ever.
+# Small blocks that do not wait for each other and never run out of steps.
 TINY = (
     "--layers-per-block",
     "1",
@@ -115,19 +115,19 @@ class Vitals:
 
     def __enter__(self) -> Vitals:
         self._began = _machine_times()
-        self._ended = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self._thread.join()
         self.stolen_share = stolen_share(self._began, _machine_times())
 
     def _look(self) -> None:
         before = _cpu_seconds(self.pid)
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._stop.wait(SAMPLE_SECONDS):
             spent = _cpu_seconds(self.pid)
             self.cpu.append(round((spent - before) / SAMPLE_SECONDS, 3))
             self.memory_mb.append(round(_memory_mb(self.pid), 1))
@@ -147,11 +147,11 @@ def stolen_share(before: str, after: str) -> float:
     Takes two first lines of /proc/stat. It tells a slow coordinator from a slow machine.
     """
     # user nice system idle iowait irq softirq steal; the time of guests, which follows, is in user
-    passed = [
+    ticks = [
         int(new) - int(old)
         for old, new in zip(before.split()[1:9], after.split()[1:9], strict=True)
     ]
-    return round(passed[7] / max(1, sum(passed)), 4)
+    return round(ticks[7] / max(1, sum(ticks)), 4)
 
 
 def _memory_mb(pid: int) -> float:
@@ -215,10 +215,10 @@ def coordinator_process(folder: Path, corpus: Path, flags: Sequence[str]) -> Ite
             [*command, *flags], stdout=subprocess.PIPE, stderr=errors, text=True
         )
     try:
-        said = process.stdout.readline() if process.stdout else ""
-        if not said:
+        line = process.stdout.readline() if process.stdout else ""
+        if not line:
             raise RunError(f"the coordinator did not start: {_last_line(log)}")
-        url = json.loads(said)["url"]
+        url = json.loads(line)["url"]
         _wait_until_ready(url, process, log)
         yield Running(url, process.pid)
         if process.poll() is not None:
@@ -258,8 +258,8 @@ def measure_swarm(
 ) -> Result:
     """Latencies, errors and memory of a coordinator under a swarm."""
     _allow_connections(options.workers)
-    with tempfile.TemporaryDirectory(prefix="blocktrain-swarm-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="blocktrain-swarm-") as path:
+        folder = Path(path)
         corpus = folder / "corpus.txt"
         corpus.write_bytes(random_text(options.seed, CORPUS_BYTES).tobytes())
         with coordinator_process(folder, corpus, options.flags) as running:
@@ -274,7 +274,7 @@ def measure_swarm(
 
 
 def _swarm(load: Load, vitals: Vitals, progress: Callable[[float], None]) -> Notes:
-    """The notes of the load process; the coordinator is looked at from its first call on."""
+    """The notes of the load process; the coordinator is sampled from its first call on."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=swarm_process, args=(theirs, load), daemon=True
@@ -285,13 +285,13 @@ def _swarm(load: Load, vitals: Vitals, progress: Callable[[float], None]) -> Not
         ours.recv()
         with vitals:
             ours.send("go")
-            began, whole = time.monotonic(), load.gathering + load.seconds
+            began, whole = time.monotonic(), load.ramp_seconds + load.seconds
             while not ours.poll(0.2):
                 progress(min(1.0, (time.monotonic() - began) / whole))
         return ours.recv()
     except (EOFError, OSError):
         raise RunError(
-            "the load process ended before it was done; was it killed for want of memory?"
+            "the load process ended before it was done; was it killed because memory ran out?"
         ) from None
     finally:
         process.join(5)
@@ -325,53 +325,53 @@ def swarm_result(load: Load, notes: Notes) -> Result:
         "task_seconds": load.task,
         "calls": calls,
         "calls_per_second": round(
-            sum(c["count"] for c in calls.values()) / (load.gathering + load.seconds), 1
+            sum(c["count"] for c in calls.values()) / (load.ramp_seconds + load.seconds), 1
         ),
         "p99_ms": max((c["p99_ms"] for c in calls.values()), default=0.0),
         "over_time": _over_time(load, notes),
         "errors": sum(notes.errors.values()),
         "error_kinds": dict(notes.errors.most_common(10)),
-        "updates": notes.accepted,
+        "updates": notes.updates,
         "late_updates": notes.late,
-        "refused_updates": dict(notes.refused),
+        "refused_updates": dict(notes.refusals),
         "waits": notes.waits,
-        "joins": notes.joined,
-        "leaves": notes.left,
+        "joins": notes.joins,
+        "leaves": notes.leaves,
     }
 
 
 def _summary(seconds: list[float]) -> Result:
-    ordered = sorted(seconds)
+    times = sorted(seconds)
 
     def at(share: float) -> float:
-        return round(1000 * ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)], 2)
+        return round(1000 * times[min(len(times) - 1, math.ceil(share * len(times)) - 1)], 2)
 
-    return {"count": len(ordered), "p50_ms": at(0.5), "p99_ms": at(0.99), "max_ms": at(1.0)}
+    return {"count": len(times), "p50_ms": at(0.5), "p99_ms": at(0.99), "max_ms": at(1.0)}
 
 
 def _over_time(load: Load, notes: Notes) -> list[Result]:
     """All calls together, from the first worker on, in at most sixty steps."""
     seen = sorted(moment for calls in notes.calls.values() for moment in calls)
-    width = max(1.0, (load.gathering + load.seconds) / 60)
+    width = max(1.0, (load.ramp_seconds + load.seconds) / 60)
     buckets: dict[int, list[float]] = {}
     for began, seconds in seen:
         buckets.setdefault(int((began - seen[0][0]) / width), []).append(seconds)
     return [
-        {"second": round(width * index, 1), **_summary(found)}
-        for index, found in sorted(buckets.items())
+        {"second": round(width * index, 1), **_summary(bucket)}
+        for index, bucket in sorted(buckets.items())
     ]
 
 
 def vitals_result(vitals: Vitals, load: Load) -> Result:
     """Memory, and whether it stopped growing in the second half of the time with all workers."""
     whole = vitals.memory_mb
-    gathered = min(len(whole) - 1, math.ceil(load.gathering / SAMPLE_SECONDS))
-    steady = whole[gathered + (len(whole) - gathered) // 2 :]
-    grown = steady[-1] - steady[0] if steady else 0.0
+    first = min(len(whole) - 1, math.ceil(load.ramp_seconds / SAMPLE_SECONDS))
+    steady = whole[first + (len(whole) - first) // 2 :]
+    growth = steady[-1] - steady[0] if steady else 0.0
     return {
         "memory_mb": whole,
-        "memory_grown_mb": round(grown, 1),
-        "memory_flat": bool(steady) and grown <= FLAT_SHARE * steady[0] + FLAT_MB,
+        "memory_grown_mb": round(growth, 1),
+        "memory_flat": bool(steady) and growth <= FLAT_SHARE * steady[0] + FLAT_MB,
         "cpu_share": round(sum(vitals.cpu) / max(1, len(vitals.cpu)), 3),
         "stolen_share": vitals.stolen_share,
     }

@@ -40,7 +40,7 @@ R = TypeVar("R", bound=m.Message)
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a coordinator, by how many, how often."""
+    """The load on a coordinator: how many workers, and how often they call."""
 
     host: str
     port: int
@@ -52,23 +52,23 @@ class Load:
     churn: float = 0.01  # share of workers that leave and join in the time of a heartbeat
 
     @property
-    def gathering(self) -> float:
+    def ramp_seconds(self) -> float:
         """Seconds until all have joined. A task's time, so that tasks do not all end at once."""
         return self.task
 
 
 @dataclass
 class Notes:
-    """What was seen: (moment, seconds) of every call by name, and what went wrong."""
+    """Observations: (moment, seconds) of every call by name, and errors."""
 
     calls: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)  # updates that came too late to count
+    refusals: Counter[str] = field(default_factory=Counter)  # updates that came too late to count
     late: int = 0  # updates that counted although their round was over
     waits: int = 0  # answers without a task
-    accepted: int = 0
-    joined: int = 0
-    left: int = 0
+    updates: int = 0
+    joins: int = 0
+    leaves: int = 0
 
 
 class Failed(BlockTrainError):
@@ -121,7 +121,7 @@ class HttpLine:
         return self._streams
 
     def close(self) -> None:
-        """Hang up; the next call dials again."""
+        """Close the connection; the next call opens a new one."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -161,8 +161,8 @@ class Shared:
 
 
 def join_message(me: Identity) -> m.Join:
-    """Signed, of a machine that claims the usual."""
-    said = m.Join(
+    """A signed join of an ordinary machine."""
+    message = m.Join(
         protocol=m.PROTOCOL,
         public_key=me.public_key,
         name="simulated",
@@ -172,28 +172,28 @@ def join_message(me: Identity) -> m.Join:
         nonce=new_nonce(),
         time=_now_ms(),
     )
-    return me.sign(said)
+    return me.sign(message)
 
 
-def task_request(me: Identity, joined: m.JoinReply, *, leaving: bool = False) -> m.TaskRequest:
+def task_request(me: Identity, reply: m.JoinReply, *, leaving: bool = False) -> m.TaskRequest:
     """Signed."""
-    asked = m.TaskRequest(
-        run=joined.run,
+    message = m.TaskRequest(
+        run=reply.run,
         worker=me.worker,
-        fingerprint=joined.fingerprint,
+        fingerprint=reply.fingerprint,
         speed=SPEED,
         leaving=leaving,
         nonce=new_nonce(),
     )
-    return me.sign(asked)
+    return me.sign(message)
 
 
 def submission(
-    me: Identity, joined: m.JoinReply, task: m.Task, payload: bytes, seconds: float
+    me: Identity, reply: m.JoinReply, task: m.Task, payload: bytes, seconds: float
 ) -> m.Submission:
-    """Signed, for as much time of training that was not done."""
-    said = m.Submission(
-        run=joined.run,
+    """A signed submission that claims this many seconds of training."""
+    message = m.Submission(
+        run=reply.run,
         worker=me.worker,
         task=task.task,
         fence=task.fence,
@@ -203,7 +203,7 @@ def submission(
         payload_length=len(payload),
         chunks=Plan(len(payload), task.chunk_bytes).chunks,
         steps=task.steps,
-        tokens=task.steps * int(joined.config["batch"]) * int(joined.config["context"]),
+        tokens=task.steps * int(reply.config["batch"]) * int(reply.config["context"]),
         loss_before=3.0,
         loss_after=2.5,
         seconds=seconds,
@@ -212,7 +212,7 @@ def submission(
         nonce=new_nonce(),
         time=_now_ms(),
     )
-    return me.sign(said)
+    return me.sign(message)
 
 
 class SimulatedWorker:
@@ -229,21 +229,21 @@ class SimulatedWorker:
             self._notes,
             f"127.{1 + (number >> 16)}.{(number >> 8) & 255}.{number & 255}",
         )
-        self._joined: m.JoinReply | None = None
+        self._join_reply: m.JoinReply | None = None
         self._pace = float(self._draw.uniform(*PACES))
-        self._going = asyncio.Event()
-        self._goodbye = number % 2 == 0  # the others just vanish
+        self._stop = asyncio.Event()
+        self._says_goodbye = number % 2 == 0  # the others leave without a message
 
     def go(self) -> None:
         """Leave at the next opportunity."""
-        self._going.set()
+        self._stop.set()
 
     async def live(self) -> None:
         """From joining to leaving. After an error it asks for another task, like a real worker."""
         todo: m.Task | m.Wait | None = None
-        while not self._going.is_set():
+        while not self._stop.is_set():
             try:
-                if self._joined is None:
+                if self._join_reply is None:
                     todo = await self._join()
                 elif todo is None:
                     todo = await self._ask()
@@ -262,43 +262,43 @@ class SimulatedWorker:
         await self._leave()
 
     async def _join(self) -> m.Task | m.Wait:
-        self._joined = await self._line.post(
+        self._join_reply = await self._line.post(
             "join", m.JoinReply, "/v1/join", join_message(self._me)
         )
-        self._notes.joined += 1
-        return self._joined.next
+        self._notes.joins += 1
+        return self._join_reply.next
 
     async def _ask(self, *, leaving: bool = False) -> m.Task | m.Wait:
-        name, asked = (
+        name, request = (
             "leave" if leaving else "next_task",
             task_request(self._me, self._reply, leaving=leaving),
         )
-        return (await self._line.post(name, m.TaskReply, "/v1/tasks", asked)).next
+        return (await self._line.post(name, m.TaskReply, "/v1/tasks", request)).next
 
     async def _work(self, task: m.Task) -> m.Task | m.Wait | None:
         """Train for as long as a task takes, then send the update."""
         began = time.monotonic()
         whole = self._load.task * self._pace
         ends = began + whole
-        while (left := ends - time.monotonic()) > 0:
-            if not await self._rest(min(left, self._load.heartbeat)):
+        while (seconds := ends - time.monotonic()) > 0:
+            if not await self._rest(min(seconds, self._load.heartbeat)):
                 return None
-            done = int(task.steps * min(1.0, (time.monotonic() - began) / whole))
+            step = int(task.steps * min(1.0, (time.monotonic() - began) / whole))
             if (
                 time.monotonic() < ends
-                and not (await self._beat(task, min(done, task.steps - 1))).go_on
+                and not (await self._beat(task, min(step, task.steps - 1))).go_on
             ):
-                self._notes.refused["told to stop"] += 1
+                self._notes.refusals["told to stop"] += 1
                 return None
         await self._beat(
             task, task.steps
         )  # trained: the next task may be handed out while this one is uploaded
         ahead = await self._ask()
-        sent = await self._send(task, time.monotonic() - began)
-        return ahead if isinstance(ahead, m.Task) else sent
+        following = await self._send(task, time.monotonic() - began)
+        return ahead if isinstance(ahead, m.Task) else following
 
     async def _beat(self, task: m.Task, step: int) -> m.HeartbeatReply:
-        said = m.Heartbeat(
+        message = m.Heartbeat(
             run=self._reply.run,
             worker=self._me.worker,
             task=task.task,
@@ -309,7 +309,7 @@ class SimulatedWorker:
             nonce=new_nonce(),
         )
         return await self._line.post(
-            "heartbeat", m.HeartbeatReply, "/v1/heartbeat", self._me.sign(said)
+            "heartbeat", m.HeartbeatReply, "/v1/heartbeat", self._me.sign(message)
         )
 
     async def _send(self, task: m.Task, seconds: float) -> m.Task | m.Wait | None:
@@ -325,22 +325,22 @@ class SimulatedWorker:
                     f"{m.DIGEST_HEADER}: {sha256(chunk)}"
                 )
                 await self._line.call("upload", head, chunk)
-        said = submission(self._me, self._reply, task, payload, seconds)
+        message = submission(self._me, self._reply, task, payload, seconds)
         try:
-            reply = await self._line.post("submit", m.SubmitReply, "/v1/updates", said)
+            reply = await self._line.post("submit", m.SubmitReply, "/v1/updates", message)
         except Failed as error:
             if str(error).endswith(ON_TIME):
-                self._notes.refused[str(error)] += 1
+                self._notes.refusals[str(error)] += 1
                 return None
             raise
         verify(reply.receipt, self._reply.coordinator)
-        self._notes.accepted += 1
+        self._notes.updates += 1
         self._notes.late += reply.receipt.staleness > 1
         return reply.next
 
     async def _leave(self) -> None:
-        self._notes.left += 1
-        if self._goodbye and self._joined is not None:
+        self._notes.leaves += 1
+        if self._says_goodbye and self._join_reply is not None:
             try:
                 await self._ask(leaving=True)
             except BlockTrainError as error:
@@ -348,75 +348,75 @@ class SimulatedWorker:
         self._line.close()
 
     async def _rest(self, seconds: float) -> bool:
-        """Whether nobody said to go."""
+        """Wait; False if the worker was stopped meanwhile."""
         try:
-            await asyncio.wait_for(self._going.wait(), seconds)
+            await asyncio.wait_for(self._stop.wait(), seconds)
         except TimeoutError:
             return True
         return False
 
     @property
     def _reply(self) -> m.JoinReply:
-        if self._joined is None:
+        if self._join_reply is None:
             raise Failed("not joined")
-        return self._joined
+        return self._join_reply
 
 
 async def run_swarm(load: Load) -> Notes:
-    """Gather, work and come and go for the wanted time; then all stop where they are."""
+    """Start all workers, let some leave and join for `seconds`, then stop all of them."""
     shared = Shared(load, Notes())
-    drawn = random.Random(load.seed)
-    living: dict[asyncio.Task[None], SimulatedWorker] = {}
+    draws = random.Random(load.seed)
+    workers: dict[asyncio.Task[None], SimulatedWorker] = {}
 
-    def gone(task: asyncio.Task[None]) -> None:
-        del living[task]
+    def on_end(task: asyncio.Task[None]) -> None:
+        del workers[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             shared.notes.errors[f"the load itself: {error!r}"] += 1
 
-    def come(number: int) -> None:
+    def start(number: int) -> None:
         worker = SimulatedWorker(shared, number)
         task = asyncio.create_task(worker.live())
-        living[task] = worker
-        task.add_done_callback(gone)
+        workers[task] = worker
+        task.add_done_callback(on_end)
 
     async def churn() -> None:
         for number in range(load.workers, 1 << 22):
             await asyncio.sleep(load.heartbeat / max(1e-9, load.churn * load.workers))
-            drawn.choice(list(living.values())).go()
-            come(number)
+            draws.choice(list(workers.values())).go()
+            start(number)
 
     began = time.monotonic()
     for number in range(load.workers):
-        come(number)
+        start(number)
         await asyncio.sleep(
-            max(0.0, began + (number + 1) / load.workers * load.gathering - time.monotonic())
+            max(0.0, began + (number + 1) / load.workers * load.ramp_seconds - time.monotonic())
         )
     beside = [asyncio.create_task(work) for work in (churn(), _watch(shared))]
     await asyncio.sleep(load.seconds)
-    await _stopped([*beside, *living])
+    await _cancel([*beside, *workers])
     return shared.notes
 
 
 async def _watch(shared: Shared) -> None:
-    """Somebody looks at the run, as an operator's screen does."""
+    """Poll the run as the screen of an operator does."""
     line = HttpLine(shared.load, shared.notes, "127.0.0.2")
 
-    async def looked(what: Callable[[], Awaitable[object]]) -> None:
+    async def attempt(what: Callable[[], Awaitable[object]]) -> None:
         try:
             await what()
         except BlockTrainError as error:
             shared.notes.errors[str(error)] += 1
 
     while True:
-        await looked(
+        await attempt(
             lambda: line.call("status", "GET /v1/status HTTP/1.1")
         )  # not read: checking a thousand workers would delay them all
         await asyncio.sleep(0.5)
-        await looked(lambda: line.get("run", m.Manifest, "/v1/run"))
+        await attempt(lambda: line.get("run", m.Manifest, "/v1/run"))
         await asyncio.sleep(0.5)
 
 
-async def _stopped(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=PATIENCE)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from blocktrain.bench.machine import random_text
-from blocktrain.bench.network.shaper import Link, shaped
+from blocktrain.bench.network.shaper import Link, shape_link
 from blocktrain.bench.transport.coordinator import coordinator_process
 from blocktrain.bench.transport.swarm import join_message, submission, task_request
 from blocktrain.errors import RunError
@@ -76,18 +76,18 @@ def measure_transfers(
     options: TransferOptions, progress: Callable[[float], None] = lambda _: None
 ) -> Result:
     """Megabytes per second up and down, and their ratio to a raw copy over the same link."""
-    with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as path:
+        folder = Path(path)
         corpus = folder / "corpus.txt"
         corpus.write_bytes(random_text(options.seed, int(options.megabytes * 1e6)).tobytes())
         with coordinator_process(folder, corpus, options.flags) as running:
             progress(0.1)
-            near = _Customer(running.url, options.seed)
+            near = _TransferClient(running.url, options.seed)
             up, down, sizes = near.upload(), near.download(folder / "near"), near.sizes
             near.client.close()
             progress(0.4)
-            with shaped(*running.address, options.link) as line:
-                far = _Customer(line.url, options.seed + 1)
+            with shape_link(*running.address, options.link) as line:
+                far = _TransferClient(line.url, options.seed + 1)
                 far_up, far_down = far.upload(), far.download(folder / "far")
                 far.client.close()
         progress(0.7)
@@ -107,12 +107,12 @@ def measure_transfers(
     }
 
 
-class _Customer:
-    """A worker that trains nothing, with the real client. Its random update counts."""
+class _TransferClient:
+    """A worker with the real client that uploads a random update instead of training."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.client, self._seed, self._me = HttpClient(url), seed, new_identity()
-        self._joined = self.client.join(join_message(self._me))
+        self._join_reply = self.client.join(join_message(self._me))
         self.sizes = (0, 0)
 
     def upload(self) -> float:
@@ -124,37 +124,37 @@ class _Customer:
             {name: draw.standard_normal(s.shape, dtype=np.float32) for name, s in schema.items()}
         )
         chunks = split(payload, task.chunk_bytes)
-        self.sizes = (len(payload), self._joined.corpus.train.length)
+        self.sizes = (len(payload), self._join_reply.corpus.train.length)
         began = time.perf_counter()
         upload(self.client, task.task, task.ticket, chunks)
         took = time.perf_counter() - began
         if not self.client.submit(
-            submission(self._me, self._joined, task, payload, 0.0)
+            submission(self._me, self._join_reply, task, payload, 0.0)
         ).receipt.accepted:
             raise RunError("the uploaded update was refused")
         return len(payload) / took / 1e6
 
     def download(self, target: Path) -> float:
         """Fetch the corpus; bytes a second, in millions."""
-        blob = self._joined.corpus.train
+        blob = self._join_reply.corpus.train
         began = time.perf_counter()
         fetch(self.client, blob, target)
         return blob.length / (time.perf_counter() - began) / 1e6
 
     def _task(self) -> m.Task:
-        found = self._joined.next
+        todo = self._join_reply.next
         end = time.monotonic() + PATIENCE
-        while isinstance(found, m.Wait):  # a version of so large a block takes a moment
+        while isinstance(todo, m.Wait):  # a version of so large a block takes a moment
             if time.monotonic() > end:
-                raise RunError(f"the coordinator has no task to upload for: {found.reason}")
-            time.sleep(min(found.seconds, 1.0))
-            found = self.client.next_task(task_request(self._me, self._joined)).next
-        return found
+                raise RunError(f"the coordinator has no task to upload for: {todo.reason}")
+            time.sleep(min(todo.seconds, 1.0))
+            todo = self.client.next_task(task_request(self._me, self._join_reply)).next
+        return todo
 
 
 def _raw(link: Link, up: int, down: int) -> tuple[float, float]:
     """The same numbers of bytes through the same kind of line, with nothing but sockets."""
-    with _counter() as port, shaped("127.0.0.1", port, link) as line:
+    with _counter() as port, shape_link("127.0.0.1", port, link) as line:
         return tuple(
             _copy((line.host, line.port), size, upward=upward)
             for size, upward in ((up, True), (down, False))
@@ -190,13 +190,13 @@ def _counter() -> Iterator[int]:
     def accept() -> None:
         with suppress(OSError):
             while True:
-                threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+                threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=accept, daemon=True).start()
-        yield listening.getsockname()[1]
+        yield server.getsockname()[1]
         with suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)
+            server.shutdown(socket.SHUT_RDWR)
 
 
 def _send(line: socket.socket, size: int) -> None:
@@ -208,7 +208,7 @@ def _send(line: socket.socket, size: int) -> None:
 def _receive(line: socket.socket, size: int) -> None:
     buffer = bytearray(PIECE)
     while size > 0:
-        got = line.recv_into(buffer)
-        if not got:
+        count = line.recv_into(buffer)
+        if not count:
             raise RunError("the raw copy ended early")
-        size -= got
+        size -= count

@@ -114,10 +114,10 @@ class TransportOptions:
 
 def measure(options: TransportOptions, report: Report) -> Result:
     """The parts that were asked for, each under its own keys."""
-    found: Result = {}
+    result: Result = {}
     for part in options.parts:
-        found |= _MEASURES[part](options, report)
-    return found
+        result |= _MEASURES[part](options, report)
+    return result
 
 
 def measure_replay(options: TransportOptions, report: Report) -> Result:
@@ -130,19 +130,19 @@ def measure_replay(options: TransportOptions, report: Report) -> Result:
         [Placement()] * 3,
     )
 
-    def replayed(done: Trial) -> Result:
-        found = audit(
-            open_folder(done.folder / "coordinator"),
+    def replay(finished: Trial) -> Result:
+        outcome = audit(
+            open_folder(finished.folder / "coordinator"),
             retrain=True,
             progress=lambda _, n, of: report("replay", {"share": n / max(of, 1)}),
         )
         return {
-            "equal": found.ok and found.retrained == found.updates,
-            "retrained": found.retrained,
-            "findings": [finding.sentence for finding in found.findings],
+            "equal": outcome.ok and outcome.retrained == outcome.updates,
+            "retrained": outcome.retrained,
+            "findings": [finding.sentence for finding in outcome.findings],
         }
 
-    result = run_trial(trial, report, replayed)
+    result = run_trial(trial, report, replay)
     kept = {
         key: result[key]
         for key in (
@@ -239,27 +239,27 @@ def measure_ladder(options: TransportOptions, report: Report) -> Result:
     """What every compression saves and costs, with one worker per block."""
     sizes = options.sizes
     seeds = options.seeds[: sizes.ladder_seeds]
-    found: dict[str, list[Result]] = {rung: [] for rung in RUNGS}
+    results_of: dict[str, list[Result]] = {rung: [] for rung in RUNGS}
     for seed in seeds:
         for rung in RUNGS:
             config = options.config(seed, blocks=2, compose="pool", steps=sizes.ladder_steps)
             policy = Policy(
                 compression=rung, replicas=1, task_steps=sizes.task_steps, clip=None, exclusive=True
             )
-            found[rung].append(
+            results_of[rung].append(
                 run_trial(
                     options.trial(f"ladder-{rung}-{seed}", config, policy, [Placement()] * 2),
                     report,
                 )
             )
     rows = []
-    for name, results in found.items():
+    for name, results in results_of.items():
         costs = [
             mine["ce"]["pool"] - plain["ce"]["pool"]
-            for mine, plain in zip(results, found["none"], strict=True)
+            for mine, plain in zip(results, results_of["none"], strict=True)
         ]
         sent = [sum(w["sent"] for w in result["workers"]) for result in results]
-        plain = [sum(w["sent"] for w in result["workers"]) for result in found["none"]]
+        plain = [sum(w["sent"] for w in result["workers"]) for result in results_of["none"]]
         mean = sum(costs) / len(costs)
         ratio = sum(sent) / sum(plain)
         rows.append(
@@ -337,22 +337,22 @@ def trials(options: TransportOptions) -> int:
 
 def plot_transport(path: Path, result: Result) -> bool:
     """Plot loss over bytes, and the ladder; False if neither was measured."""
-    drawn = [part for part in ("hosts", "ladder") if part in result]
-    if not drawn:
+    parts = [part for part in ("hosts", "ladder") if part in result]
+    if not parts:
         return False
-    figure = Figure(figsize=(5.5 * len(drawn), 3.6), layout="constrained")
-    for part, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+    figure = Figure(figsize=(5.5 * len(parts), 3.6), layout="constrained")
+    for part, axes in zip(parts, figure.subplots(1, len(parts), squeeze=False)[0], strict=True):
         axes.grid(alpha=0.3)
         if part == "hosts":
-            found = result["hosts"]
+            hosts = result["hosts"]
             axes.plot(
-                [moved / 1e9 for _, moved, _ in found["curve"]],
-                [loss for *_, loss in found["curve"]],
+                [moved / 1e9 for _, moved, _ in hosts["curve"]],
+                [loss for *_, loss in hosts["curve"]],
                 color="#0072b2",
             )
             axes.set(xlabel="GB moved", ylabel="training loss, mean of blocks")
             axes.set_title(
-                f"{found['hosts']} hosts, {found['rtt_ms']:g} ms, {found['mbit']:g} Mbit",
+                f"{hosts['hosts']} hosts, {hosts['rtt_ms']:g} ms, {hosts['mbit']:g} Mbit",
                 fontsize=10,
             )
         else:

@@ -80,35 +80,35 @@ def run_trial(
     trial: Trial, report: Report = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
 ) -> Result:
     """Train and measure a run; `after` may read the coordinator's folder and add to the result."""
-    kept = trial.folder / "result.json"
-    if kept.exists() and (found := read_json(kept)).get("settings") == trial.settings:
-        return found
+    path = trial.folder / "result.json"
+    if path.exists() and (result := read_json(path)).get("settings") == trial.settings:
+        return result
     shutil.rmtree(trial.folder, ignore_errors=True)
     trial.folder.mkdir(parents=True)
     coordinator = open_coordinator(trial.folder / "coordinator")
     try:
         prepare(trial.config, trial.source, trial.folder / "prepared")
         coordinator.begin(trial.config, trial.policy, trial.source.spec, trial.folder / "prepared")
-        start = _composed(trial, coordinator, "start") if trial.from_start else None
-        measured = _train(trial, coordinator, report)
-        ce = _composed(trial, coordinator, "end")
+        start = _evaluate(trial, coordinator, "start") if trial.from_start else None
+        figures = _train(trial, coordinator, report)
+        ce = _evaluate(trial, coordinator, "end")
     finally:
         coordinator.close()
     result = {
         "settings": trial.settings,
         "start_ce": start["composed"] if start else None,
         "ce": ce,
-        **measured,
+        **figures,
         **after(trial),
     }
-    write_json(kept, result)
+    write_json(path, result)
     for name in ("coordinator", "prepared", "caches", "start", "end"):
         shutil.rmtree(trial.folder / name, ignore_errors=True)
     return result
 
 
-def _composed(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[str, float]:
-    """Cross entropies of the run as anybody would fetch it now."""
+def _evaluate(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[str, float]:
+    """Cross entropies of the run as `blocktrain pull` fetches it now."""
     folder = trial.folder / name
     pull(LocalClient(coordinator), folder)
     model = load_model(folder, torch.device("cpu"))
@@ -138,7 +138,7 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, report: Report) -> Res
         jobs = [_worker_job(trial, n, url, network) for n in range(len(trial.places))]
         run_jobs([Job(job.name, work, (job,)) for job in jobs], len(jobs), on_message)
         seconds = time.monotonic() - began
-        passed = [host.shaped.counters() for host in network]
+        counters = [host.link.counters() for host in network]
     status = coordinator.status()
     return {
         "seconds": round(seconds, 1),
@@ -151,7 +151,7 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, report: Report) -> Res
         "workers": [sheets[job.name] for job in jobs],
         "curve": curve.points,
         "kind": network[0].kind if network else None,
-        "wire_bytes": sum(link.up + link.down for link in passed),
+        "wire_bytes": sum(link.up + link.down for link in counters),
     }
 
 
@@ -162,8 +162,8 @@ def _network(trial: Trial, url: str) -> Iterator[list[Host]]:
     if not count:
         yield []
         return
-    with hosts(count, trial.link or Link(), int(url.rpartition(":")[2])) as found:
-        yield found
+    with hosts(count, trial.link or Link(), int(url.rpartition(":")[2])) as network:
+        yield network
 
 
 def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> WorkerJob:
@@ -180,7 +180,7 @@ class _Curve:
         self.points: list[tuple[float, int, float]] = []
         self._coordinator, self._report, self._name = coordinator, report, trial.folder.name
         self._steps = trial.config.steps * trial.config.blocks
-        self._ended = threading.Event()
+        self._stop = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._look, name="curve", daemon=True)
 
@@ -189,11 +189,11 @@ class _Curve:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self._thread.join()
 
     def _look(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
+        while not self._stop.wait(SAMPLE_SECONDS):
             status = self._coordinator.status()
             losses = [block.loss for block in status.blocks if block.loss is not None]
             share = min(1.0, sum(block.steps for block in status.blocks) / self._steps)
