@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import command_line, cores, source
-from blocktrain.cli.flags import Json, Varied, at_least, given
+from blocktrain.cli.flags import Json, Varied, at_least, named_settings
 from blocktrain.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def quality(
     data = ("wikitext2" if scale == "standard" else "stdlib") if data is None else data
     folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
     options = commands.QualityOptions(
-        folder, scale, source(data), seeds, given(settings), cores(), command_line()
+        folder, scale, source(data), seeds, named_settings(settings), cores(), command_line()
     )
     commands.show(commands.tune(options) if tune else commands.quality(options), json_)
 
@@ -200,14 +200,14 @@ class HostFlags:
 
     def round_trips(self) -> tuple[float, ...]:
         try:
-            found = tuple(float(part) for part in self.rtt_ms.split(","))
+            times = tuple(float(part) for part in self.rtt_ms.split(","))
         except ValueError:
-            found = ()
-        if not found or min(found) < 0:
+            times = ()
+        if not times or min(times) < 0:
             raise ConfigError(
                 f"--rtt-ms {self.rtt_ms!r} is not a list of milliseconds, for example 1,20,80,150"
             )
-        return found
+        return times
 
 
 @dataclass(frozen=True)

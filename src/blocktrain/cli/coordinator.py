@@ -23,7 +23,7 @@ from blocktrain.cli.environment import (
     data_folder,
     new_run_folder,
 )
-from blocktrain.cli.flags import Coordination, Json, Settings, Token, at_least, given
+from blocktrain.cli.flags import Coordination, Json, Settings, Token, at_least, named_settings
 from blocktrain.config import Config, make_config, read_settings
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.errors import ConfigError
@@ -129,14 +129,14 @@ def coordinator(
 
     where = address or ListenFlags()
     host, port = where.parse()
-    wanted = _run_settings(config, data, given(settings), given(coordination))
-    folder = out or new_run_folder(wanted.data)
+    request = _run_settings(config, data, named_settings(settings), named_settings(coordination))
+    folder = out or new_run_folder(request.data)
     existed = folder.exists()
     was_empty = not existed or (folder.is_dir() and not any(folder.iterdir()))
     running = open_coordinator(folder)
     try:
-        if config or data or given(settings) or given(coordination):
-            _require_same_run(running, wanted, folder)
+        if config or data or named_settings(settings) or named_settings(coordination):
+            _require_same_run(running, request, folder)
         operator = _operator_token(folder)
         certificate, key = where.tls or (None, None)
         server = Server(
@@ -144,7 +144,7 @@ def coordinator(
         )
         printed = Commands(server.url, where.token, folder, _self_signed(certificate))
         _announce(printed, json_)
-        _serve(running, server, wanted, flags or CoordinatorFlags(), printed.pull)
+        _serve(running, server, request, flags or CoordinatorFlags(), printed.pull)
     finally:
         unused = was_empty and not running.ready
         running.close()
@@ -167,8 +167,8 @@ def _run_settings(
     )
 
 
-def _require_same_run(running: WatchedCoordinator, wanted: RunRequest, folder: Path) -> None:
-    if running.ready and (running.run.config, running.run.policy) != wanted[:2]:
+def _require_same_run(running: WatchedCoordinator, request: RunRequest, folder: Path) -> None:
+    if running.ready and (running.run.config, running.run.policy) != request[:2]:
         raise ConfigError(
             f"{folder} holds a run with other settings; "
             "leave the settings out to continue it, or choose another --out"
@@ -232,8 +232,8 @@ def _announce(printed: Commands, json_: bool) -> None:
     from blocktrain.terminal import console
 
     if json_:
-        told = {"url": printed.url, "folder": str(printed.folder)}
-        print(json.dumps({**told, "join": printed.join, "page": printed.page}), flush=True)
+        fields = {"url": printed.url, "folder": str(printed.folder)}
+        print(json.dumps({**fields, "join": printed.join, "page": printed.page}), flush=True)
     console.print(
         f"run folder  {printed.folder}\n"
         f"join with   {printed.join}\n"
@@ -249,7 +249,7 @@ def _announce(printed: Commands, json_: bool) -> None:
 def _serve(
     running: WatchedCoordinator,
     server: Server,
-    wanted: RunRequest,
+    request: RunRequest,
     flags: CoordinatorFlags,
     pull_command: str,
 ) -> None:
@@ -263,7 +263,7 @@ def _serve(
     scorer = Scorer(running, flags.score_bytes, warn)
     try:
         if not running.ready:
-            _prepare(running, *wanted)
+            _prepare(running, *request)
         lines = EventLines(running, pull_command)
         gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
         sys.setswitchinterval(SWITCH_SECONDS)

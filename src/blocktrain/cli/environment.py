@@ -49,8 +49,8 @@ def command_line() -> str:
 def new_run_folder(data: str) -> Path:
     """The next number under runs/."""
     name = Path(data).stem or "run"
-    taken = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
-    number = next(n for n in range(1, 10**6) if f"{n:03}" not in taken)
+    numbers = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
+    number = next(n for n in range(1, 10**6) if f"{n:03}" not in numbers)
     return RUNS / f"{number:03}-{name}"
 
 
@@ -70,23 +70,23 @@ def is_pulled(run: Path) -> bool:
     return (run / "model" / "config.json").exists() and not (run / "coordinator").exists()
 
 
-def _finished(run: Path) -> bool:
+def _is_finished(run: Path) -> bool:
     """Whether `train` has nothing left to do in a run folder, or cannot read it."""
     if is_pulled(run):
         return True
     from blocktrain.runs.folder import open_run, read_json
 
     try:
-        wanted = open_run(run).reference
+        has_reference = open_run(run).reference
         complete = all((run / name).exists() for name in ("result.json", "report.html"))
-        return complete and not (wanted and read_json(run / "result.json").get("gap") is None)
+        return complete and not (has_reference and read_json(run / "result.json").get("gap") is None)
     except RunError:
         return True
 
 
 def newest_unfinished() -> Path:
     """The run folder to resume when none is named."""
-    found = [p.parent for p in RUNS.glob("*/config.toml") if not _finished(p.parent)]
-    if not found:
+    folders = [p.parent for p in RUNS.glob("*/config.toml") if not _is_finished(p.parent)]
+    if not folders:
         raise RunError("no unfinished run under runs/; name one with --out RUN")
-    return max(found, key=lambda folder: (folder / "config.toml").stat().st_mtime)
+    return max(folders, key=lambda folder: (folder / "config.toml").stat().st_mtime)

@@ -124,7 +124,7 @@ Json = Annotated[
 ]
 
 
-def given(settings: Any) -> dict[str, Any]:
+def named_settings(settings: Any) -> dict[str, Any]:
     """Only the settings that were named on the command line."""
     return {} if settings is None else settings.model_dump(exclude_none=True)
 
@@ -135,14 +135,14 @@ def explain(error: CycloptsError) -> str:
     if isinstance(cause, ValidationError):
         return sentence(cause)
     match error:
-        case UnusedCliTokensError(unused_tokens=[*left]):
-            return f"unexpected argument: {shlex.join(left)}; see --help"
+        case UnusedCliTokensError(unused_tokens=[*extra]):
+            return f"unexpected argument: {shlex.join(extra)}; see --help"
         case MissingArgumentError(keyword=str(name)):
             return f"{name} needs a value; see --help"
         case MissingArgumentError(argument=Argument() as missing):
             name = missing.name
-            shown = name if missing.index is None else name.removeprefix("--").upper()
-            return f"{shown} is missing; see --help"
+            label = name if missing.index is None else name.removeprefix("--").upper()
+            return f"{label} is missing; see --help"
         case WrongValue(
             argument=Argument(tokens=[Word() as token, *_]), exception_message=str(problem)
         ):

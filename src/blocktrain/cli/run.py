@@ -162,14 +162,14 @@ def _kick(client: Calls, worker: str, reason: str) -> str:
     from blocktrain.protocol.messages import Kick
 
     workers = client.status().workers
-    found = [
+    matches = [
         w.worker for w in workers if w.worker.startswith(worker) or (w.name and w.name == worker)
     ]
-    if len(found) != 1:
+    if len(matches) != 1:
         known = ", ".join(w.worker[:12] for w in workers) or "none"
-        raise ConfigError(f"{len(found)} workers are called {worker!r}; known: {known}")
-    client.kick(Kick(worker=found[0], reason=reason))
-    return found[0]
+        raise ConfigError(f"{len(matches)} workers are called {worker!r}; known: {known}")
+    client.kick(Kick(worker=matches[0], reason=reason))
+    return matches[0]
 
 
 def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json = False) -> None:
@@ -193,10 +193,10 @@ def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json =
     if json_:
         print(json.dumps({"run": str(out), "versions": chosen.summary}))
         return
-    made = ", ".join(f"{name} version {version}" for name, version in chosen.summary.items())
+    versions = ", ".join(f"{name} version {version}" for name, version in chosen.summary.items())
     folder = shlex.quote(str(out))
     console.print(
-        f"{made}\nevaluate   blocktrain evaluate {folder}\n"
+        f"{versions}\nevaluate   blocktrain evaluate {folder}\n"
         f"write      blocktrain generate {folder} --prompt 'The '",
         highlight=False,
         markup=False,
@@ -224,9 +224,9 @@ def audit(
     from blocktrain.web.client import HttpClient
 
     remote = where.startswith(("http://", "https://"))
-    with bar("audit") as progress, tempfile.TemporaryDirectory(prefix="blocktrain-audit-") as kept:
+    with bar("audit") as progress, tempfile.TemporaryDirectory(prefix="blocktrain-audit-") as cache:
         evidence = (
-            RemoteSource(HttpClient(where, token, ca=ca), Path(kept))
+            RemoteSource(HttpClient(where, token, ca=ca), Path(cache))
             if remote
             else open_folder(Path(where))
         )

@@ -395,18 +395,18 @@ def stage(
     served = serve_blocks(source, parse_blocks(blocks))
 
     async def serving() -> None:
-        held, told = Stage(served, guard, threads=threads), _stop_event()
-        await held.start(host, port)
+        stage, stop = Stage(served, guard, threads=threads), _stop_event()
+        await stage.start(host, port)
         try:
-            _announce_stage(held, json_)
-            telling = (
-                [_keep_announcing(_coordinator(post.announce, post.token, post.ca), held)]
+            _announce_stage(stage, json_)
+            notices = (
+                [_keep_announcing(_coordinator(post.announce, post.token, post.ca), stage)]
                 if post.announce
                 else []
             )
-            await _first(told.wait(), *telling)
+            await _first(stop.wait(), *notices)
         finally:
-            await held.aclose()
+            await stage.aclose()
 
     run_loop(serving())
 
@@ -423,46 +423,46 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
             task.cancel()
 
 
-async def _keep_announcing(coordinator: HttpClient, held: Stage) -> None:
+async def _keep_announcing(coordinator: HttpClient, stage: Stage) -> None:
     """Announce the stage again and again; a coordinator that does not answer may do so later."""
-    from blocktrain.protocol.stages import TELL_SECONDS, StageNotice
+    from blocktrain.protocol.stages import NOTICE_SECONDS, StageNotice
     from blocktrain.web.client import retry_later
 
-    notice = StageNotice(address=held.address, model=held.blocks.facts.model)
+    notice = StageNotice(address=stage.address, model=stage.blocks.facts.model)
     while True:
         try:
             await asyncio.to_thread(coordinator.announce_stage, notice)
         except BlockTrainError as error:
             if not retry_later(error):
                 raise
-        await asyncio.sleep(TELL_SECONDS)
+        await asyncio.sleep(NOTICE_SECONDS)
 
 
 def _stop_event() -> asyncio.Event:
     """Set by Ctrl-C and SIGTERM."""
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C interrupts
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, told.set)
-    return told
+            loop.add_signal_handler(number, event.set)
+    return event
 
 
-def _announce_stage(held: Stage, json_: bool) -> None:
+def _announce_stage(stage: Stage, json_: bool) -> None:
     from blocktrain.terminal import console
 
-    facts = held.blocks.facts
+    facts = stage.blocks.facts
     if json_:
-        said = {
-            "address": held.address,
+        fields = {
+            "address": stage.address,
             "kind": facts.kind,
             "blocks": facts.blocks,
             "fingerprint": facts.fingerprint,
             "model": facts.model,
         }
-        print(json.dumps(said), flush=True)
+        print(json.dumps(fields), flush=True)
     name = "layers of the reference, groups" if facts.kind == "reference" else "blocks"
     console.print(
-        f"serving {name} {', '.join(map(str, facts.blocks))} at [bold]{held.address}[/]",
+        f"serving {name} {', '.join(map(str, facts.blocks))} at [bold]{stage.address}[/]",
         soft_wrap=True,
         highlight=False,
     )

@@ -115,12 +115,12 @@ class StatusView:
 
 
 def _table(rows: Sequence[Any], columns: Sequence[Column], width: int) -> Table:
-    shown: dict[str, Column] = {}
+    visible: dict[str, Column] = {}
     for column in columns:
         if width >= column.least:
-            shown.setdefault(column.title, column)
+            visible.setdefault(column.title, column)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in shown.values():
+    for column in visible.values():
         table.add_column(
             column.title,
             justify="left" if column.left else "right",
@@ -129,7 +129,7 @@ def _table(rows: Sequence[Any], columns: Sequence[Column], width: int) -> Table:
             max_width=NAME_LETTERS if column.title == "name" and width < 100 else None,
         )
     for row in rows:
-        table.add_row(*(Text(str(column.cell(row))) for column in shown.values()))
+        table.add_row(*(Text(str(column.cell(row))) for column in visible.values()))
     return table
 
 

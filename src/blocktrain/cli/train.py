@@ -22,7 +22,7 @@ from blocktrain.cli.environment import (
     require_model,
     source,
 )
-from blocktrain.cli.flags import EvalBytes, Json, Settings, Threads, Yes, at_least, given
+from blocktrain.cli.flags import EvalBytes, Json, Settings, Threads, Yes, at_least, named_settings
 from blocktrain.config import make_config, read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
 
@@ -77,16 +77,16 @@ def train(
         A TOML file with settings; flags win over it.
     """
     flags = flags or TrainFlags()
-    request = TrainRequest(data, preset, config, given(settings), flags.reference)
-    found = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
-    result, page = _train(found, flags)
+    request = TrainRequest(data, preset, config, named_settings(settings), flags.reference)
+    run_settings = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
+    result, page = _train(run_settings, flags)
     if json_:
         print(json.dumps(result))
         return
-    _show_result(result, found.run.folder, page)
+    _show_result(result, run_settings.run.folder, page)
 
 
-def _train(found: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]:
+def _train(run_settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]:
     """Train, evaluate and report, with progress bars."""
     from rich.markup import escape
 
@@ -97,7 +97,7 @@ def _train(found: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]
     from blocktrain.runs.results import complete
     from blocktrain.terminal import StepBars, bar, console
 
-    run, config, data, reference = found
+    run, config, data, reference = run_settings
     slots = max(1, cores() // flags.threads)
     plan = TrainingPlan(
         run, config, source(data), reference, slots, flags.threads, flags.eval_bytes
@@ -142,12 +142,12 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
 
     from_file, of_run = read_settings(request.config)
     data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
-    made = make_config({**from_file, **request.settings}, request.preset)
-    pick_device(made.device)
-    text, tokenizer = source(data).open(), tokenizer_of(made)
-    text.encode(tokenizer).require(made.context)
+    settings = make_config({**from_file, **request.settings}, request.preset)
+    pick_device(settings.device)
+    text, tokenizer = source(data).open(), tokenizer_of(settings)
+    text.encode(tokenizer).require(settings.context)
     evaluated = text.limit_valid(eval_bytes).encode(tokenizer)
-    evaluated.require(made.context, "valid", advice=EVAL_ADVICE)
+    evaluated.require(settings.context, "valid", advice=EVAL_ADVICE)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
         raise ConfigError(
@@ -155,7 +155,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
             f"(got {reference!r}, {of_run.get('data')!r})"
         )
     folder = out or new_run_folder(data)
-    create_run(folder, made, data, reference=reference or request.reference)
+    create_run(folder, settings, data, reference=reference or request.reference)
     return open_run(folder)
 
 
@@ -164,10 +164,10 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
     from blocktrain.learning.data import absolute
     from blocktrain.runs.folder import open_run, want_reference
 
-    found = open_run(out or newest_unfinished())
-    if is_pulled(found.run.folder):
+    run_settings = open_run(out or newest_unfinished())
+    if is_pulled(run_settings.run.folder):
         raise RunError(
-            f"{found.run.folder} holds a model and no record of its training (coordinator/): "
+            f"{run_settings.run.folder} holds a model and no record of its training (coordinator/): "
             "there is nothing to resume here"
         )
     named = {
@@ -176,13 +176,13 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
         "config": request.config,
         **request.settings,
     }
-    kept = {"data": found.data, **found.config.model_dump()}
-    if changed := [name for name, value in named.items() if value not in (None, kept.get(name))]:
+    current = {"data": run_settings.data, **run_settings.config.model_dump()}
+    if changed := [name for name, value in named.items() if value not in (None, current.get(name))]:
         raise ConfigError(
             f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; "
             "start a new run for that"
         )
-    return want_reference(found) if request.reference and not found.reference else found
+    return want_reference(run_settings) if request.reference and not run_settings.reference else run_settings
 
 
 def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:

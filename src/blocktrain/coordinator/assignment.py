@@ -11,7 +11,7 @@ from blocktrain.coordinator.rounds import (
     is_alive,
     mean_steps,
     round_length,
-    spent,
+    spent_share,
 )
 from blocktrain.coordinator.state import (
     Assignment,
@@ -72,11 +72,11 @@ def choose_block(
 
     It moves only when that is done, or when a block without workers has fallen far behind.
     """
-    staffed = _staffed(now, state, options, worker)
+    staffed = _count_others(now, state, options, worker)
     free = [
         index
         for index in sorted(state.blocks)
-        if spent(state, options, index) < 1 and fusion_open(state, options, index)
+        if spent_share(state, options, index) < 1 and fusion_open(state, options, index)
     ]
     if options.exclusive:
         free = [index for index in free if not staffed[index]]
@@ -114,7 +114,7 @@ def choose_block(
     return own, f"block {own} is this worker's block"
 
 
-def _staffed(
+def _count_others(
     now: float, state: RunState, options: Options, worker: WorkerState
 ) -> Counter[int | None]:
     """How many others work on each block."""
@@ -139,8 +139,8 @@ def fusion_open(state: RunState, options: Options, index: int) -> bool:
     others = [i for i, block in state.blocks.items() if not block.fusion]
     if not (options.budget_rounds or options.budget_steps or options.budget_tokens):
         return all(state.blocks[i].version > 0 for i in others)
-    least = min(spent(state, options, i) for i in others)
-    return least >= 1 or spent(state, options, index) <= least - options.fusion_start
+    least = min(spent_share(state, options, i) for i in others)
+    return least >= 1 or spent_share(state, options, index) <= least - options.fusion_start
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,12 @@ class TaskSize:
     least: int = 1  # fewer are not worth a task
 
 
-def size_task(left: float, options: Options, block: BlockState, worker: WorkerState) -> TaskSize:
+def size_task(
+    seconds_left: float, options: Options, block: BlockState, worker: WorkerState
+) -> TaskSize:
     """As many steps as this worker can make in the wanted time and before the deadline.
 
-    The deadline is `left` seconds away.
+    The deadline is `seconds_left` away.
     """
     end = steps_left(options, block, worker)
     most = options.max_steps if end is None else max(1, min(options.max_steps, end))
@@ -166,35 +168,35 @@ def size_task(left: float, options: Options, block: BlockState, worker: WorkerSt
     if worker.seconds_per_step is None:
         steps = most if options.fixed_steps is not None else min(options.first_steps, most)
         reason = f"{steps} steps: the first task of a worker of unknown speed"
-        return TaskSize(steps, left * options.safety, reason)
+        return TaskSize(steps, seconds_left * options.safety, reason)
     step = max(worker.seconds_per_step * block.cost, 1e-9)
     if options.exclusive:
         return TaskSize(most, worker.overhead + most * step, f"{most} steps: fixed")
-    affordable = left * options.safety - worker.overhead
+    affordable = seconds_left * options.safety - worker.overhead
     fitting = min(most, floor(min(affordable, options.task_seconds - worker.overhead) / step))
     if fitting < least <= floor(affordable / step):
         fitting = least  # more than the wanted time, but before the deadline
     needed = worker.overhead + max(fitting, least) * step
     if fitting >= least:
-        reason = f"{fitting} steps at {step:.3g} s each fit into {left:.1f} s"
+        reason = f"{fitting} steps at {step:.3g} s each fit into {seconds_left:.1f} s"
         return TaskSize(fitting, needed, reason)
     need = "one step needs" if least == 1 else f"{least} steps need"
-    reason = f"even {need} {needed:.1f} s and {max(left, 0.0):.1f} s are left"
+    reason = f"even {need} {needed:.1f} s and {max(seconds_left, 0.0):.1f} s are left"
     return TaskSize(0, needed, reason, least)
 
 
 def steps_left(options: Options, block: BlockState, worker: WorkerState) -> int | None:
     """Steps to the end of the block's schedule from where this worker's task counts; None: no end.
 
-    Replicas of a round run side by side. Whoever has answered the open round counts in the next
-    one, which begins after the steps that wait for their merge.
+    Replicas of a round run side by side. A worker that has answered the open round
+    counts in the next one, which begins after the steps that wait for their merge.
     """
     if options.budget_steps is None:
         return None
-    left = options.budget_steps - block.steps
+    steps = options.budget_steps - block.steps
     if has_answered(block, worker):
-        left -= round(mean_steps(block.round.updates))
-    return max(0, left)
+        steps -= round(mean_steps(block.round.updates))
+    return max(0, steps)
 
 
 def has_answered(block: BlockState, worker: WorkerState) -> bool:
@@ -245,7 +247,7 @@ def _plan(
             min(options.poll, max(deadline - now, 0.1)),
             f"{size.reason}; the next round of block {index} has time for you",
         )
-    alone = not _staffed(now, state, options, worker)[index]
+    alone = not _count_others(now, state, options, worker)[index]
     if block.round.deadline is None and alone:
         length = min(size.seconds / options.safety, options.longest_deadline)
         reason = f"{size.least} steps; the deadline is {length:.1f} s for its only worker"
@@ -266,8 +268,8 @@ def _task_to_repeat(
     """The oldest task of the current version that its worker will not finish."""
     version = state.blocks[index].version
     current = [x for x in state.leases.values() if x.block == index and x.base == version]
-    left = (x for x in current if _takeable(now, state, options, x, worker))
-    return min(left, key=lambda x: x.task, default=None)
+    free = (x for x in current if _takeable(now, state, options, x, worker))
+    return min(free, key=lambda x: x.task, default=None)
 
 
 def _lease(
@@ -290,7 +292,7 @@ def _lease(
         steps=size.steps,
         start_step=block.steps,
         granted=now,
-        # Whatever speed a worker claims to have.
+        # A limit that does not depend on the speed that a worker reports.
         expires=min(ends, now + 2 * options.longest_deadline),
         expected=size.seconds,
     )
@@ -321,12 +323,14 @@ def others_done_in(
     return max(0.0, max(ends) - now) if ends else None
 
 
-def _better_waits(left: float, options: Options, block: BlockState, worker: WorkerState) -> bool:
+def _better_waits(
+    seconds_left: float, options: Options, block: BlockState, worker: WorkerState
+) -> bool:
     """Whether so little time is left that no task fits in."""
     if options.fixed_steps is None:
-        return left < options.least_task * options.task_seconds
+        return seconds_left < options.least_task * options.task_seconds
     seconds = options.fixed_steps * (worker.seconds_per_step or 0.0) * block.cost
-    return has_answered(block, worker) and left < worker.overhead + seconds
+    return has_answered(block, worker) and seconds_left < worker.overhead + seconds
 
 
 def _takeable(

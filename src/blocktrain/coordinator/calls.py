@@ -88,7 +88,7 @@ class Coordinator:
 
     def manifest(self) -> m.Manifest:
         """What is current, signed."""
-        with self._running() as run:
+        with self._lock_run() as run:
             head = run.history.head
             if head is None:
                 raise Refused(Code.BUSY, "the ledger is empty")
@@ -111,7 +111,7 @@ class Coordinator:
 
     def join(self, message: m.Join) -> m.JoinReply:
         """Admit a worker. The same key is the same worker."""
-        with self._running() as run:
+        with self._lock_run() as run:
             if message.protocol != m.PROTOCOL:
                 raise Refused(
                     Code.WRONG_PROTOCOL,
@@ -150,8 +150,8 @@ class Coordinator:
 
     def next_task(self, message: m.TaskRequest) -> m.TaskReply:
         """The next task of a worker, or why it has to wait."""
-        with self._running() as run:
-            worker = self._verified(message, message.run, message.worker)
+        with self._lock_run() as run:
+            worker = self._verify(message, message.run, message.worker)
             if message.fingerprint != run.facts.fingerprint:
                 raise Refused(
                     Code.WRONG_FINGERPRINT,
@@ -164,14 +164,14 @@ class Coordinator:
             seen = replace(worker, seen=now, seconds_per_step=speed)
             run.touch(state.with_worker(run.state, seen))
         self.tick()
-        with self._running():
+        with self._lock_run():
             now = self._clock.monotonic()
             return m.TaskReply(next=self._next(now, message.worker, message.held))
 
     def heartbeat(self, message: m.Heartbeat) -> m.HeartbeatReply:
         """How far a task is. Extends nothing; says whether it is worth going on."""
-        with self._running() as run:
-            worker = self._verified(message, message.run, message.worker)
+        with self._lock_run() as run:
+            worker = self._verify(message, message.run, message.worker)
             now = self._clock.monotonic()
             after = state.with_worker(run.state, replace(worker, seen=now))
             lease = after.leases.get(message.task)
@@ -183,8 +183,8 @@ class Coordinator:
                     go_on=False, code=Code.STALE_FENCE, lease_seconds=0.0, deadline_seconds=0.0
                 )
             trained = lease.trained or message.step >= lease.steps
-            done = min(message.step, lease.steps)
-            after = state.with_lease(after, replace(lease, done_steps=done, trained=trained))
+            done_steps = min(message.step, lease.steps)
+            after = state.with_lease(after, replace(lease, done_steps=done_steps, trained=trained))
             if trained != lease.trained:
                 run.save(after)
             run.touch(after)
@@ -211,12 +211,12 @@ class Coordinator:
     def require_ticket(self, task: int, ticket: str) -> None:
         """Refuse a stranger. Needs no lock: the run's state is replaced, never changed."""
         self._require_run()
-        self._ticketed(task, ticket)
+        self._check_ticket(task, ticket)
 
     def upload_state(self, task: int, ticket: str) -> m.UploadState:
         """The chunks of a task that are here."""
-        with self._running():
-            return self._upload_state(self._ticketed(task, ticket))
+        with self._lock_run():
+            return self._upload_state(self._check_ticket(task, ticket))
 
     def _upload_state(self, lease: state.Lease) -> m.UploadState:
         chunks = self.run.store.blobs.chunks(lease.task, lease.fence)
@@ -231,8 +231,8 @@ class Coordinator:
         self, task: int, index: int, ticket: str, content: bytes, digest: str
     ) -> m.UploadState:
         """Keep one chunk. The last one may be shorter than the others."""
-        with self._running() as run:
-            lease = self._ticketed(task, ticket)
+        with self._lock_run() as run:
+            lease = self._check_ticket(task, ticket)
             cap = Plan(payload_limit(run, lease.block), run.policy.chunk_bytes)
             if not 0 <= index < cap.chunks or len(content) > run.policy.chunk_bytes:
                 raise Refused(
@@ -243,10 +243,10 @@ class Coordinator:
             require_hash(content, digest, f"chunk {index}")
         # Without the lock: a slow disk must not stop the others.
         run.store.blobs.put_chunk(task, lease.fence, index, content)
-        with self._running() as run:
+        with self._lock_run() as run:
             run.count_bytes(lease.block, lease.worker, bytes_in=len(content))
             try:
-                return self._upload_state(self._ticketed(task, ticket))
+                return self._upload_state(self._check_ticket(task, ticket))
             except Refused:  # the lease ended while the chunk was written
                 run.store.blobs.drop_chunks(task, lease.fence)
                 raise
@@ -256,13 +256,13 @@ class Coordinator:
 
         The same task and payload get the same receipt for ever.
         """
-        with self._running() as run:
-            worker = self._verified(message, message.run, message.worker)
+        with self._lock_run() as run:
+            worker = self._verify(message, message.run, message.worker)
             seen = replace(worker, seen=self._clock.monotonic())
             run.touch(state.with_worker(run.state, seen))
         content = self.intake.accept(message)
         self.tick()
-        with self._running():
+        with self._lock_run():
             # A round that another thread is closing now has this update in it.
             self._closer.settle(message.block)
             receipt = m.read(m.Receipt, content)
@@ -289,14 +289,14 @@ class Coordinator:
 
     def _public_blob(self, name: str) -> int:
         """The block that a public blob belongs to."""
-        with self._running() as run:
+        with self._lock_run() as run:
             if name not in run.history.public:
                 raise Refused(Code.NOT_FOUND, "no public blob has this name")
             return run.history.public[name]
 
     def ledger(self, after: int = 0) -> facts.LedgerPage:
         """A page of the public record."""
-        with self._running() as run:
+        with self._lock_run() as run:
             entries = run.store.ledger(after=after, limit=LEDGER_PAGE)
             head = run.history.head
             return facts.LedgerPage(entries=tuple(entries), total=head.seq if head else 0)
@@ -305,7 +305,7 @@ class Coordinator:
 
     def kick(self, message: m.Kick) -> None:
         """Remove a worker: its open tasks are free, and it cannot come back."""
-        with self._running() as run:
+        with self._lock_run() as run:
             if message.worker not in run.known:
                 raise Refused(Code.UNKNOWN_WORKER, f"no worker {message.worker}")
             now = self._clock.monotonic()
@@ -323,7 +323,7 @@ class Coordinator:
     # Inside
 
     @contextmanager
-    def _running(self) -> Iterator[TrainingRun]:
+    def _lock_run(self) -> Iterator[TrainingRun]:
         """The run, locked. Refused while there is none."""
         with self.run.lock:
             self._require_run()
@@ -335,7 +335,7 @@ class Coordinator:
         self.run.start()
         self.run.store.require_open()
 
-    def _verified(self, message: m.Signed, run: str, worker: str) -> state.WorkerState:
+    def _verify(self, message: m.Signed, run: str, worker: str) -> state.WorkerState:
         known = self.run.known.get(worker)
         if run != self.run.id:
             raise Refused(
@@ -344,19 +344,19 @@ class Coordinator:
         if known is None:
             raise Refused(Code.UNKNOWN_WORKER)
         verify(message, known.key)
-        found = self.run.state.workers.get(worker)
-        if found is None:
+        member = self.run.state.workers.get(worker)
+        if member is None:
             raise Refused(Code.UNKNOWN_WORKER)
-        if found.kicked:
+        if member.kicked:
             raise Refused(Code.KICKED)
-        return found
+        return member
 
     def _ticket(self, lease: state.Lease) -> str:
         """The secret of a lease. Derived, so nothing is stored and nobody can guess another."""
         text = f"{self.run.id}:{lease.task}:{lease.fence}".encode()
         return hmac.digest(self._identity.secret(b"tickets"), text, "sha256").hex()[:32]
 
-    def _ticketed(self, task: int, ticket: str) -> state.Lease:
+    def _check_ticket(self, task: int, ticket: str) -> state.Lease:
         lease = self.run.state.leases.get(task)
         if lease is None:
             raise Refused(Code.UNKNOWN_TASK, f"task {task}")
@@ -370,7 +370,8 @@ class Coordinator:
         """What a worker does next. A task is in the ledger before it is handed out."""
         run = self.run
         if run.options.exclusive:
-            self._closer.wait_released()  # the next version of a block starts from the one being made now
+            # The next version of a block starts from the one that is being made now.
+            self._closer.wait_released()
         decision = assign(now, run.state, run.options, worker)
         if isinstance(decision, state.Stop):
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)

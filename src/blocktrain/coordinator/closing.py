@@ -267,10 +267,10 @@ class RoundOutcome:
     @property
     def dropped(self) -> dict[str, str]:
         """Updates that are not part of the version, and why."""
-        left = {r.id: f"{r.code}: {r.reason}" for r in self.merged.rejected}
+        reasons = {r.id: f"{r.code}: {r.reason}" for r in self.merged.rejected}
         if self.weights is None:  # a guard refused the result: all that were merged are suspect
-            left |= {c.update.id: self.merged.reason for c in self.merged.used}
-        return left
+            reasons |= {c.update.id: self.merged.reason for c in self.merged.used}
+        return reasons
 
 
 def merge_round(

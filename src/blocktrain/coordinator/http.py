@@ -24,7 +24,7 @@ from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Argument, Call
 from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.stages import KEPT_SECONDS, MAX_STAGES, StageList, StageNotice
+from blocktrain.protocol.stages import EXPIRY_SECONDS, MAX_STAGES, StageList, StageNotice
 from blocktrain.store.contract import is_blob_name
 from blocktrain.web.guard import Access, Front, Handler, keys_of, number
 
@@ -79,10 +79,10 @@ class CoordinatorFront(Front):
 
     def check(self, request: Request, access: Access) -> None:
         """The operator's token opens everything. A run without a join token is open to all."""
-        given = request.headers.get("authorization", "")
+        authorization = request.headers.get("authorization", "")
         keys = self._operator if access == "operator" else self._members
         closed = access == "operator" and not keys.digests
-        if access != "anyone" and (closed or not keys.allow(given)):
+        if access != "anyone" and (closed or not keys.allow(authorization)):
             raise Refused(Code.BAD_TOKEN)
 
     def refuse(self, error: BlockTrainError, request: Request) -> Response:
@@ -125,8 +125,8 @@ class CoordinatorRoutes:
         raise Refused(Code.NOT_FOUND, f"{request.method} {request.url.path[:80]}")
 
     @asynccontextmanager
-    async def ticking(self) -> AsyncIterator[None]:
-        """Deadlines pass also when nobody calls."""
+    async def run_ticks(self) -> AsyncIterator[None]:
+        """Ticks in the background: deadlines pass also without calls."""
         task = asyncio.create_task(self._tick())
         try:
             yield
@@ -197,8 +197,8 @@ class CoordinatorRoutes:
             "Cache-Control": "immutable, max-age=31536000",
         }
         start, status = 0, 200
-        if (wanted := request.headers.get("range")) is not None:
-            match = _RANGE.match(wanted)
+        if (range_header := request.headers.get("range")) is not None:
+            match = _RANGE.match(range_header)
             if match is None or match[2] or int(match[1]) >= max(size, 1):
                 raise Refused(Code.MALFORMED, f"Range must be bytes=START- with START below {size}")
             start, status = int(match[1]), 206
@@ -210,7 +210,7 @@ class CoordinatorRoutes:
 
 
 class StageRegistry:
-    """The stages that serve this run's model, by their own word.
+    """The stages that serve this run's model, as they announce themselves.
 
     In memory alone: stages announce themselves again, and silent ones are dropped.
     """
@@ -233,7 +233,7 @@ class StageRegistry:
             return StageList(stages=tuple(notice for notice, _ in self._notices.values()))
 
     def _drop_old(self) -> None:
-        oldest = self._clock.monotonic() - KEPT_SECONDS
+        oldest = self._clock.monotonic() - EXPIRY_SECONDS
         self._notices = {a: entry for a, entry in self._notices.items() if entry[1] >= oldest}
 
 

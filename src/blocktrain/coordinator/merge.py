@@ -115,20 +115,20 @@ def check_shape(before: MergeContext, candidate: Candidate) -> Candidate | Rejec
                 update.id, "wrong_shape", f"{kind}: the tensor {odd!r} is missing or unknown"
             )
         for name, expected in before.current.items():
-            found = values[name]
-            if found.shape != expected.shape:
+            tensor = values[name]
+            if tensor.shape != expected.shape:
                 return RejectedUpdate(
                     update.id,
                     "wrong_shape",
-                    f"{kind}: {name} has shape {found.shape}, the block has {expected.shape}",
+                    f"{kind}: {name} has shape {tensor.shape}, the block has {expected.shape}",
                 )
             if (
-                update.absolute and found.dtype != expected.dtype
-            ) or found.dtype.kind != expected.dtype.kind:
+                update.absolute and tensor.dtype != expected.dtype
+            ) or tensor.dtype.kind != expected.dtype.kind:
                 return RejectedUpdate(
                     update.id,
                     "wrong_shape",
-                    f"{kind}: {name} is {found.dtype}, the block is {expected.dtype}",
+                    f"{kind}: {name} is {tensor.dtype}, the block is {expected.dtype}",
                 )
     if update.tokens < 1 or not 0 < update.weight <= 1:
         return RejectedUpdate(
@@ -201,7 +201,7 @@ def merge(
     ordered = sorted(updates, key=lambda u: u.id)
     if len({u.id for u in ordered}) != len(ordered):
         raise ValueError("the same update twice in one merge")
-    passed, rejected = _checked(before, ordered, steps.checks)
+    passed, rejected = _run_checks(before, ordered, steps.checks)
     used = _shares(passed)
     if not used:
         return MergeResult(
@@ -237,7 +237,7 @@ def merge(
     )
 
 
-def _checked(
+def _run_checks(
     before: MergeContext, updates: Sequence[Update], checks: Sequence[Check]
 ) -> tuple[list[Candidate], tuple[RejectedUpdate, ...]]:
     passed: list[Candidate] = []
@@ -292,12 +292,12 @@ def _outer_step(
             state[name] = _narrow(mean, current)
             continue
         gradient = _wide(current) - mean
-        held = (
+        velocity = (
             _wide(before.momentum[name])
             if before.momentum is not None
             else np.zeros(current.shape, np.float64)
         )
-        buffer = o.outer_momentum * held + gradient
+        buffer = o.outer_momentum * velocity + gradient
         state[name] = _narrow(
             _wide(current) - o.outer_learning_rate * (gradient + o.outer_momentum * buffer), current
         )

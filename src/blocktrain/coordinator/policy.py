@@ -97,13 +97,13 @@ def make_policy(settings: dict[str, Any]) -> Policy:
     try:
         return Policy(**settings)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in found["loc"])
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in problem["loc"])
         known = (
             f"; known: {', '.join(Policy.model_fields)}"
-            if found["type"] == "extra_forbidden"
+            if problem["type"] == "extra_forbidden"
             else ""
         )
         raise ConfigError(
-            f"[coordination] {name}: {words(found)} (got {found['input']!r}){known}"
+            f"[coordination] {name}: {words(problem)} (got {problem['input']!r}){known}"
         ) from None

@@ -32,20 +32,20 @@ def decide(now: float, state: RunState, options: Options) -> tuple[tuple[Action,
         for lease in state.leases.values()
         if not lease.expired and now >= lease.expires
     ]
-    gone = {
+    expired_leases = {
         a.task: replace(state.leases[a.task], expired=True)
         for a in actions
         if isinstance(a, Expire)
     }
-    kept = replace(state, leases={**state.leases, **gone}) if gone else state
+    current = replace(state, leases={**state.leases, **expired_leases}) if expired_leases else state
     waiting = []
-    for index in sorted(kept.blocks):
-        action, reason = decide_round(now, kept, options, index)
+    for index in sorted(current.blocks):
+        action, reason = decide_round(now, current, options, index)
         if action is None:
             waiting.append(reason)
         else:
             actions.append(action)
-    over = end_reason(kept, options)
+    over = end_reason(current, options)
     if over is not None and not any(isinstance(a, CloseRound) for a in actions):
         actions.append(Finish(over))
     return tuple(actions), "; ".join([a.reason for a in actions] or waiting)
@@ -66,7 +66,7 @@ def decide_round(
     block = state.blocks[index]
     current = block.round
     name = f"round {block.version} of block {index}"
-    if spent(state, options, index) >= 1:
+    if spent_share(state, options, index) >= 1:
         return None, f"block {index} has spent its budget"
     target, replicas = target_replicas(now, state, options, index), current.replicas
     if replicas >= target:
@@ -191,7 +191,7 @@ def deadline_after(now: float, block: BlockState, options: Options, seconds: flo
     return now + round_length(block, options)
 
 
-def spent(state: RunState, options: Options, index: int) -> float:
+def spent_share(state: RunState, options: Options, index: int) -> float:
     """Share of its budget that a block has spent: 0 without a budget, 1 or more at the end."""
     block = state.blocks[index]
     share = 0.0
@@ -208,7 +208,7 @@ def end_reason(state: RunState, options: Options) -> str | None:
     """Why the run is over, or None. A requested stop waits for the tasks that are out."""
     if not state.blocks:
         return None
-    if all(spent(state, options, index) >= 1 for index in state.blocks):
+    if all(spent_share(state, options, index) >= 1 for index in state.blocks):
         return "the run is finished: every block has spent its budget"
     if state.stopping and not any(_open(state, index) for index in state.blocks):
         return "the run has stopped: no task is out any more"
@@ -283,11 +283,11 @@ def judge(now: float, state: RunState, options: Options, submission: Claim) -> V
     s = submission
     block = state.blocks.get(s.block)
     if block is None:
-        return _refused("unknown_block", f"block {s.block}")
+        return _refuse("unknown_block", f"block {s.block}")
     if (known := state.workers.get(s.worker)) is not None and known.kicked:
-        return _refused("kicked", f"worker {s.worker}")
+        return _refuse("kicked", f"worker {s.worker}")
     staleness = block.version - s.base
-    too_stale = _refused(
+    too_stale = _refuse(
         "too_stale",
         f"the update starts from version {s.base} of block {s.block}, which is {staleness} behind; "
         f"at most {options.max_staleness} count",
@@ -298,12 +298,12 @@ def judge(now: float, state: RunState, options: Options, submission: Claim) -> V
         return (
             too_stale
             if staleness > options.max_staleness
-            else _refused("unknown_task", f"task {s.task}")
+            else _refuse("unknown_task", f"task {s.task}")
         )
     if (problem := _mismatch(lease, s, options)) is not None:
         return problem
-    if spent(state, options, s.block) >= 1:
-        return _refused("block_finished", f"block {s.block}", staleness)
+    if spent_share(state, options, s.block) >= 1:
+        return _refuse("block_finished", f"block {s.block}", staleness)
     if staleness > options.max_staleness:
         return too_stale
     weight = staleness_weight(staleness, options)
@@ -326,27 +326,25 @@ def judge(now: float, state: RunState, options: Options, submission: Claim) -> V
 
 def _mismatch(lease: Lease, s: Claim, options: Options) -> Verdict | None:
     if s.fence < lease.fence:
-        return _refused(
+        return _refuse(
             "stale_fence",
             f"your lease of task {s.task} ran out (this is not held against you)",
         )
     if s.fence > lease.fence or s.worker != lease.worker:
-        return _refused(
+        return _refuse(
             "not_your_task",
             f"task {s.task} with fence {s.fence}",
         )
     if (s.block, s.base) != (lease.block, lease.base):
-        return _refused(
+        return _refuse(
             "wrong_base", f"task {s.task} is for version {lease.base} of block {lease.block}"
         )
     if not 1 <= s.steps <= lease.steps or (
         options.fixed_steps is not None and s.steps != lease.steps
     ):
-        return _refused(
-            "wrong_steps", f"task {s.task} has {lease.steps} steps, {s.steps} were made"
-        )
+        return _refuse("wrong_steps", f"task {s.task} has {lease.steps} steps, {s.steps} were made")
     return None
 
 
-def _refused(code: str, reason: str, staleness: int = 0) -> Verdict:
+def _refuse(code: str, reason: str, staleness: int = 0) -> Verdict:
     return Verdict(False, code, reason, staleness)

@@ -389,23 +389,23 @@ class TrainingRun:
         with self.lock:
             return tuple(self.newest(index) for index in sorted(self.state.blocks))
 
-    def trained_on(self, index: int) -> tuple[m.BlockVersion, ...]:
+    def features_of(self, index: int) -> tuple[m.BlockVersion, ...]:
         """The versions of other blocks that the newest version of a block was trained on."""
         return self.history.features.get(index, ())
 
     def version(self, index: int, number: int | None = None) -> VersionRecord:
         """A version that must be there."""
         newest = self._newest.get(index) or self.store.version(index)
-        found = newest
+        version = newest
         if newest is not None and number not in (None, newest.version):
-            found = self.store.version(index, number)
-        if newest is None or found is None:
+            version = self.store.version(index, number)
+        if newest is None or version is None:
             raise RunError(
                 f"version {number} of block {index} is missing; restore the folder from a backup"
             )
         # Never over a newer one: this thread may have read before another one published.
         self._newest.setdefault(index, newest)
-        return found
+        return version
 
     def blob(self, name: str) -> m.Blob:
         """A stored blob as messages name it."""

@@ -30,9 +30,9 @@ def remaining(now: float, moment: float | None) -> float | None:
     return None if moment is None else max(0.0, moment - now)
 
 
-def until(now: float, left: float | None) -> float | None:
+def until(now: float, seconds: float | None) -> float | None:
     """The moment at which stored remaining time runs out."""
-    return None if left is None else now + left
+    return None if seconds is None else now + seconds
 
 
 @dataclass(frozen=True)
@@ -356,8 +356,8 @@ def apply_version(state: RunState, index: int, block: BlockState, max_staleness:
 def drop_updates(state: RunState, index: int, updates: frozenset[str]) -> RunState:
     """After a merge left out these updates and made no version: the round goes on."""
     block = state.blocks[index]
-    kept = tuple(u for u in block.round.updates if u.id not in updates)
-    return with_block(state, index, replace(block, round=replace(block.round, updates=kept)))
+    rest = tuple(u for u in block.round.updates if u.id not in updates)
+    return with_block(state, index, replace(block, round=replace(block.round, updates=rest)))
 
 
 def apply(state: RunState, action: Action) -> RunState:
@@ -397,20 +397,20 @@ def changes_between(
     """
     leases = [
         lease_record(now, new)
-        for _, old, new in _touched(before.leases, after.leases)
+        for _, old, new in _changed_items(before.leases, after.leases)
         if old is None or _stored_lease(old) != _stored_lease(new)
     ]
-    lost = [t for t in _ended(before, after) if not _answered(before, after, t)]
+    lost = [t for t in _ended_tasks(before, after) if not _has_update(before, after, t)]
     rounds = [
         round_record(now, index, new)
-        for index, old, new in _touched(before.blocks, after.blocks)
+        for index, old, new in _changed_items(before.blocks, after.blocks)
         if old is not None
         and new.version == old.version
         and replace(new.round, updates=()) != replace(old.round, updates=())
     ]
     workers = [
         worker_record(known[name], new)
-        for name, old, new in _touched(before.workers, after.workers)
+        for name, old, new in _changed_items(before.workers, after.workers)
         if old is None or replace(old, seen=0.0) != replace(new, seen=0.0)
     ]
     return Changes(leases=leases, lost=sorted(lost), rounds=rounds, workers=workers)
@@ -418,29 +418,29 @@ def changes_between(
 
 def abandoned_uploads(before: RunState, after: RunState) -> list[tuple[int, int]]:
     """(task, fence) of leases that ended without an update: lost, or given to another worker."""
-    gone = [t for t in _ended(before, after) if not _answered(before, after, t)]
+    lost = [t for t in _ended_tasks(before, after) if not _has_update(before, after, t)]
     passed_on = [
         task
-        for task, old, new in _touched(before.leases, after.leases)
+        for task, old, new in _changed_items(before.leases, after.leases)
         if old is not None and old.fence != new.fence
     ]
-    return [(task, before.leases[task].fence) for task in (*gone, *passed_on)]
+    return [(task, before.leases[task].fence) for task in (*lost, *passed_on)]
 
 
-def _touched(before: Mapping[K, V], after: Mapping[K, V]) -> list[tuple[K, V | None, V]]:
+def _changed_items(before: Mapping[K, V], after: Mapping[K, V]) -> list[tuple[K, V | None, V]]:
     """What may differ: all else is the same object. A call touches one or two of a thousand."""
     if after is before:
         return []
     return [(key, before.get(key), new) for key, new in after.items() if before.get(key) is not new]
 
 
-def _ended(before: RunState, after: RunState) -> set[int]:
+def _ended_tasks(before: RunState, after: RunState) -> set[int]:
     if before.leases is after.leases:
         return set()
     return before.leases.keys() - after.leases.keys()
 
 
-def _answered(before: RunState, after: RunState, task: int) -> bool:
+def _has_update(before: RunState, after: RunState, task: int) -> bool:
     """Whether a lease ended with an update. Then the update's own transaction marks its task."""
     index = before.leases[task].block
     return len(after.blocks[index].round.updates) > len(before.blocks[index].round.updates)

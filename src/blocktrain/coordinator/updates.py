@@ -38,7 +38,7 @@ class UpdateIntake:
         """
         run, name = self._run, message.payload_sha256
         with run.lock:
-            if (known := self._known(message)) is not None:
+            if (known := self._known_receipt(message)) is not None:
                 return known
             self._judge(message)
             self.arriving[name] += 1
@@ -48,7 +48,7 @@ class UpdateIntake:
         except Refused:
             with run.lock:
                 # It came twice at the same time, and the other one was faster.
-                if (known := self._known(message)) is not None:
+                if (known := self._known_receipt(message)) is not None:
                     return known
             raise
         finally:
@@ -56,7 +56,7 @@ class UpdateIntake:
                 self.arriving[name] -= 1
                 self.arriving += Counter()  # removes those that are zero
 
-    def _known(self, message: m.Submission) -> bytes | None:
+    def _known_receipt(self, message: m.Submission) -> bytes | None:
         """The receipt that was given before. The store is not asked while the task is out."""
         if message.task in self._run.state.leases:
             return None

@@ -12,8 +12,8 @@ from pydantic import Field
 from blocktrain.protocol.messages import Message, Sha256
 
 MAX_STAGES = 256
-TELL_SECONDS = 5.0  # between two notices of a stage
-KEPT_SECONDS = 20.0  # that a stage is listed after its last one
+NOTICE_SECONDS = 5.0  # between two notices of a stage
+EXPIRY_SECONDS = 20.0  # that a stage is listed after its last one
 
 
 class StageNotice(Message):

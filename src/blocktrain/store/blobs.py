@@ -213,8 +213,8 @@ class FolderBlobs(FolderBlobReader):
         with self._lock(task):
             shutil.rmtree(self._upload(task, fence), ignore_errors=True)
 
-    def keep_uploads(self, wanted: set[tuple[int, int]]) -> None:
-        names = {self._upload(task, fence).name for task, fence in wanted}
+    def keep_uploads(self, tasks: set[tuple[int, int]]) -> None:
+        names = {self._upload(task, fence).name for task, fence in tasks}
         for folder in self._uploads.iterdir():
             if folder.name not in names:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -238,7 +238,7 @@ class Blobs(BlobReader, Protocol):
     def drop_chunks(self, task: int, fence: int) -> None:
         """Remove an upload: it is a blob now, or never will be."""
 
-    def keep_uploads(self, wanted: set[tuple[int, int]]) -> None:
+    def keep_uploads(self, tasks: set[tuple[int, int]]) -> None:
         """Remove all uploads but those of these (task, fence)."""
 
 

@@ -137,9 +137,9 @@ class MemoryBlobs:
         with self._mutex:
             self._uploads.pop(require_upload(task, fence), None)
 
-    def keep_uploads(self, wanted: set[tuple[int, int]]) -> None:
+    def keep_uploads(self, tasks: set[tuple[int, int]]) -> None:
         with self._mutex:
-            for key in [key for key in self._uploads if key not in wanted]:
+            for key in [key for key in self._uploads if key not in tasks]:
                 del self._uploads[key]
 
 
@@ -221,8 +221,8 @@ class MemoryStore:
             return answer
 
     def answer(self, task: int, payload: str) -> StoredAnswer | None:
-        found = self._tables().answers.get((task, payload))
-        return found and replace(found, repeated=True)
+        answer = self._tables().answers.get((task, payload))
+        return answer and replace(answer, repeated=True)
 
     def answered_block(self, task: int) -> int | None:
         return self._tables().answered.get(task)
@@ -358,8 +358,8 @@ class MemoryStore:
         for times in changes.times:
             out = disk.leases.get(times.task)
             if out and out.fence == times.fence and not out.expired:
-                left = replace(out, age=times.age, remaining=times.remaining)
-                disk.leases[times.task] = left
+                aged = replace(out, age=times.age, remaining=times.remaining)
+                disk.leases[times.task] = aged
         for task in changes.lost:
             if task in disk.leases:
                 disk.over[task] = disk.leases.pop(task)

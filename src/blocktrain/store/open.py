@@ -1,4 +1,4 @@
-"""Which store an address means. Whoever opens a store by its address is independent of its kind.
+"""Which store an address means. Callers that use it do not depend on the kind of store.
 
 PATH, file:///PATH    SQLite and blobs in a folder, which is made if it is not there
 memory:               nothing on the disk, and gone with the process

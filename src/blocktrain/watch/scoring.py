@@ -117,7 +117,7 @@ class Scorer:
     def _request(self) -> Request:
         run = self._coordinator.run
         newest = run.newest_versions()
-        features = run.trained_on(run.config.fusion) if run.config.fusion else ()
+        features = run.features_of(run.config.fusion) if run.config.fusion else ()
         bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {
             "versions": {str(version.block): version.version for version in newest},

@@ -36,7 +36,7 @@ class WatchedCoordinator(Coordinator):
     feed: Feed
 
     def status(self) -> Status:
-        with self._running() as run:
+        with self._lock_run() as run:
             now = self._clock.monotonic()
         return status_of(run, now, self.feed)
 
@@ -101,7 +101,7 @@ def _build_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with routes.ticking(), streams.broadcast_status():
+        async with routes.run_ticks(), streams.broadcast_status():
             yield
 
     watched = [
