@@ -79,7 +79,9 @@ def _is_finished(run: Path) -> bool:
     try:
         has_reference = open_run(run).reference
         complete = all((run / name).exists() for name in ("result.json", "report.html"))
-        return complete and not (has_reference and read_json(run / "result.json").get("gap") is None)
+        return complete and not (
+            has_reference and read_json(run / "result.json").get("gap") is None
+        )
     except RunError:
         return True
 

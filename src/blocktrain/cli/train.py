@@ -78,15 +78,15 @@ def train(
     """
     flags = flags or TrainFlags()
     request = TrainRequest(data, preset, config, named_settings(settings), flags.reference)
-    run_settings = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
-    result, page = _train(run_settings, flags)
+    run = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
+    result, page = _train(run, flags)
     if json_:
         print(json.dumps(result))
         return
-    _show_result(result, run_settings.run.folder, page)
+    _show_result(result, run.run.folder, page)
 
 
-def _train(run_settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]:
+def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Path]:
     """Train, evaluate and report, with progress bars."""
     from rich.markup import escape
 
@@ -97,7 +97,7 @@ def _train(run_settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any]
     from blocktrain.runs.results import complete
     from blocktrain.terminal import StepBars, bar, console
 
-    run, config, data, reference = run_settings
+    run, config, data, reference = settings
     slots = max(1, cores() // flags.threads)
     plan = TrainingPlan(
         run, config, source(data), reference, slots, flags.threads, flags.eval_bytes
@@ -142,12 +142,12 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
 
     from_file, of_run = read_settings(request.config)
     data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
-    settings = make_config({**from_file, **request.settings}, request.preset)
-    pick_device(settings.device)
-    text, tokenizer = source(data).open(), tokenizer_of(settings)
-    text.encode(tokenizer).require(settings.context)
+    config = make_config({**from_file, **request.settings}, request.preset)
+    pick_device(config.device)
+    text, tokenizer = source(data).open(), tokenizer_of(config)
+    text.encode(tokenizer).require(config.context)
     evaluated = text.limit_valid(eval_bytes).encode(tokenizer)
-    evaluated.require(settings.context, "valid", advice=EVAL_ADVICE)
+    evaluated.require(config.context, "valid", advice=EVAL_ADVICE)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
         raise ConfigError(
@@ -155,7 +155,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
             f"(got {reference!r}, {of_run.get('data')!r})"
         )
     folder = out or new_run_folder(data)
-    create_run(folder, settings, data, reference=reference or request.reference)
+    create_run(folder, config, data, reference=reference or request.reference)
     return open_run(folder)
 
 
@@ -164,10 +164,10 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
     from blocktrain.learning.data import absolute
     from blocktrain.runs.folder import open_run, want_reference
 
-    run_settings = open_run(out or newest_unfinished())
-    if is_pulled(run_settings.run.folder):
+    settings = open_run(out or newest_unfinished())
+    if is_pulled(settings.run.folder):
         raise RunError(
-            f"{run_settings.run.folder} holds a model and no record of its training (coordinator/): "
+            f"{settings.run.folder} holds a model and no record of its training (coordinator/): "
             "there is nothing to resume here"
         )
     named = {
@@ -176,13 +176,13 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
         "config": request.config,
         **request.settings,
     }
-    current = {"data": run_settings.data, **run_settings.config.model_dump()}
+    current = {"data": settings.data, **settings.config.model_dump()}
     if changed := [name for name, value in named.items() if value not in (None, current.get(name))]:
         raise ConfigError(
             f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; "
             "start a new run for that"
         )
-    return want_reference(run_settings) if request.reference and not run_settings.reference else run_settings
+    return want_reference(settings) if request.reference and not settings.reference else settings
 
 
 def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
