@@ -72,7 +72,7 @@ def test_the_same_update_many_times_at_once_counts_once(tmp_path: Path) -> None:
             replies = list(pool.map(coordinator.submit, said))
             assert len({reply.receipt.signature for reply in replies}) == 1
         assert kinds(coordinator, "update") == 4
-        assert not coordinator.intake.arriving
+        assert not coordinator.intake.in_flight
 
 
 def test_the_same_bytes_for_two_tasks_stay_when_one_is_refused(

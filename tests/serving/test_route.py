@@ -164,7 +164,7 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
 
 
 def test_a_stage_announces_an_address_that_can_be_dialled(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nobody can dial"):
+    with pytest.raises(ConfigError, match="others cannot connect"):
         StageFlags("0.0.0.0:8481", tmp_path / "key", announce="http://127.0.0.1:8470").parse()
 
 

@@ -1,7 +1,7 @@
 """Recomputes a run from its public record: every link, signature, lease, share and version.
 
 The coordinator's code (`merge`, `rounds`) is not used here: the rules are written again, shorter.
-Whatever is wrong becomes a finding; one finding does not end the audit.
+Every problem becomes a finding; a finding does not end the audit.
 """
 
 from __future__ import annotations

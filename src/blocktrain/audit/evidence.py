@@ -25,8 +25,8 @@ Name = Literal[
     "join",  # a worker is unknown, or is not its key
     "signature",
     "update",  # submission, order and record contradict each other
-    "lease",  # nobody gave this task, or not to this worker
-    "fence",  # the task was given to somebody else in the meantime
+    "lease",  # the task was never leased, or to another worker
+    "fence",  # the task was leased to another worker in the meantime
     "twice",  # a task has two accepted updates
     "weight",  # of staleness
     "payload",  # missing or with other bytes

@@ -329,7 +329,7 @@ class StageFlags:
             )
         if self.announce and host in ("0.0.0.0", "::"):
             raise ConfigError(
-                f"nobody can dial {host}: with --announce, "
+                f"others cannot connect to {host}: with --announce, "
                 "listen on the address by which others reach this machine"
             )
         return host, port
@@ -415,8 +415,8 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
     """Wait until one of them ends or fails, and cancel the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        finished, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished:
             task.result()
     finally:
         for task in tasks:

@@ -280,7 +280,7 @@ class TextFlags:
         Parameter(
             help="autoregressive: one traversal of the blocks per byte. sweep: a draft of the "
             "whole text; each traversal keeps what is right, corrects the first wrong byte, "
-            "and drafts the rest anew."
+            "and drafts the rest again."
         ),
     ] = "autoregressive"
     sweeps: Annotated[

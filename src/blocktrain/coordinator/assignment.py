@@ -303,7 +303,7 @@ def others_done_in(
 ) -> float | None:
     """Seconds until the others who train this version of a block are probably done.
 
-    Then there will be a next version. None: nobody trains it.
+    Then there will be a next version. None: no other worker trains it.
 
     Tasks of a round that end together are merged together. Another one that begins from the same
     version would be late.

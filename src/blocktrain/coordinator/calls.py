@@ -352,7 +352,7 @@ class Coordinator:
         return member
 
     def _ticket(self, lease: state.Lease) -> str:
-        """The secret of a lease. Derived, so nothing is stored and nobody can guess another."""
+        """The secret of a lease. Derived, so none is stored and none can be guessed."""
         text = f"{self.run.id}:{lease.task}:{lease.fence}".encode()
         return hmac.digest(self._identity.secret(b"tickets"), text, "sha256").hex()[:32]
 
@@ -397,7 +397,7 @@ class Coordinator:
         )
 
     def _leave(self, worker: str) -> m.Wait:
-        """A worker leaves by itself: nobody waits for it."""
+        """A worker leaves by itself: no round waits for it."""
         run = self.run
         known = run.state.workers[worker]
         # First without its block: then it has left after a restart, too.

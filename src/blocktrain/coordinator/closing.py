@@ -72,7 +72,7 @@ class RoundCloser:
             self._worker.wake()
 
     def settle(self, block: int) -> None:
-        """Where callers close rounds themselves: wait until nobody closes one of this block."""
+        """Where callers close rounds themselves: wait until no thread closes one of this block."""
         if self._worker is None:
             self.wait_released(block)
 
@@ -85,7 +85,7 @@ class RoundCloser:
     def is_closing(self, block: int) -> bool:
         """Whether the next version of a block is being made, or about to be, in the thread.
 
-        Nobody should start from the present one any more.
+        No task should start from the present one any more.
         """
         run = self._run
         if self._worker is None:
@@ -116,7 +116,7 @@ class RoundCloser:
     def _claim_due(self) -> state.CloseRound | None:
         """Do everything that is due, except closing rounds. Gives the first round to close.
 
-        Its block is claimed: nobody else changes it until it is released.
+        Its block is claimed: no other thread changes it until it is released.
         """
         run = self._run
         with run.lock:

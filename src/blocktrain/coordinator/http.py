@@ -42,7 +42,7 @@ _UNREAD = (  # part of the body may be unread, so the connection cannot be used 
     Code.STALE_FENCE,
     Code.UNKNOWN_TASK,
 )
-_UNPROVEN = (  # raised before the signature is checked: nobody is blamed
+_UNPROVEN = (  # raised before the signature is checked: no worker is blamed
     Code.BAD_SIGNATURE,
     Code.UNKNOWN_WORKER,
     Code.WRONG_RUN,

@@ -66,7 +66,7 @@ class Policy(BaseModel):
         """For `blocktrain train`: the same seed gives the same bytes."""
         return cls(
             compression="none", replicas=1, task_steps=task_steps, clip=None, exclusive=True
-        )  # nobody to be protected from
+        )  # all workers are trusted
 
     def options(self, config: Config) -> Options:
         """The numbers that decisions are made with."""

@@ -37,7 +37,7 @@ def recover_state(stored: StoredRun, now: float, fusion: int | None) -> RunState
     return RunState(
         blocks=blocks,
         leases={record.task: _lease(now, record) for record in stored.leases},
-        # Everyone counts as seen just now, so that a restart loses nobody.
+        # All workers count as seen just now, so that a restart loses none.
         workers={w.id: worker_state(w, now) for w in stored.workers},
         next_task=stored.next_task,
     )

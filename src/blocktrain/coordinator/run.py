@@ -153,7 +153,7 @@ class RunHistory:
         self.finished = True
 
     def _settle(self, block: int, updates: Iterable[str]) -> None:
-        """Payloads can be read once their round is closed, when nobody can copy them any more."""
+        """Payloads can be read once their round is closed, when copying them is of no use."""
         for name in updates:
             submission, _ = self.waiting.pop(name)
             self.public[submission.payload_sha256] = block
@@ -169,7 +169,7 @@ class TrafficCounter:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._open: dict[tuple[int, str], Traffic] = {}  # since the last commit
-        self._taken: list[ByteCount] = []
+        self._snapshot: list[ByteCount] = []
         self.by_block: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
         self.by_worker: dict[str, Traffic] = defaultdict(lambda: NO_TRAFFIC)
         self.total = NO_TRAFFIC
@@ -195,18 +195,18 @@ class TrafficCounter:
         """What the next transaction commits. It is kept until `settle`."""
         with self._mutex:
             moved = {key: traffic for key, traffic in self._open.items() if any(traffic)}
-            self._taken = [ByteCount(*key, *traffic) for key, traffic in moved.items()]
-        return self._taken
+            self._snapshot = [ByteCount(*key, *traffic) for key, traffic in moved.items()]
+        return self._snapshot
 
     def settle(self) -> None:
         """What was taken is committed. What was counted in the meantime stays."""
         with self._mutex:
-            for count in self._taken:
+            for count in self._snapshot:
                 key = (count.block, count.worker)
                 came, went = self._open.pop(key)
                 if (came, went) != (count.bytes_in, count.bytes_out):
                     self._open[key] = (came - count.bytes_in, went - count.bytes_out)
-            self._taken = []
+            self._snapshot = []
 
 
 def _plus(traffic: Traffic, count: ByteCount) -> Traffic:
@@ -234,8 +234,8 @@ class TrainingRun:
         self.refusals: Counter[str] = Counter()  # by code, of this process alone
         self.reason = ""  # what the last decisions were, or what is waited for
         self.ready = self._opened = self._started = False
-        self.began = self._flushed = clock.monotonic()
-        self._pruned = -PRUNE_SECONDS
+        self.began = self._last_flush = clock.monotonic()
+        self._last_prune = -PRUNE_SECONDS
         self._newest: dict[int, VersionRecord] = {}  # by block
         if (document := store.run()) is not None:
             self._open(document)
@@ -344,7 +344,7 @@ class TrainingRun:
         self.merge_options = self.policy.merge_options()
 
     def stop(self) -> None:
-        """Answer nobody any more. `close` follows, when no round is being closed."""
+        """Answer no more calls. `close` follows, when no round is being closed."""
         self.ready = False
 
     def close(self) -> None:
@@ -556,15 +556,15 @@ class TrainingRun:
     def pass_time(self, now: float) -> None:
         """What is due by time alone. Called often."""
         self.observer.look(self, now)
-        if now - self._flushed > FLUSH_SECONDS:
+        if now - self._last_flush > FLUSH_SECONDS:
             self._flush(now)
 
     def _flush(self, now: float) -> None:
         """Commit what changes without an event: byte counters, and the time left of what is out.
 
-        Otherwise a restart would give that time anew.
+        Otherwise a restart would grant that time again.
         """
-        self._flushed = now
+        self._last_flush = now
         out = [lease for lease in self.state.leases.values() if not lease.expired]
         rounds = [
             state.round_record(now, index, block)
@@ -577,8 +577,8 @@ class TrainingRun:
         if changes:
             self.store.save(changes)
             self._advance(self.state, changes)
-        if now - self._pruned > PRUNE_SECONDS:
-            self._pruned = now
+        if now - self._last_prune > PRUNE_SECONDS:
+            self._last_prune = now
             self.store.forget_nonces(self.clock.time() - NONCE_SECONDS)
 
 

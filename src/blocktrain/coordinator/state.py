@@ -242,7 +242,7 @@ class CloseEmpty:
 
 @dataclass(frozen=True)
 class Finish:
-    """Nothing is left to do; workers are told to stop."""
+    """Nothing is left to do: workers stop."""
 
     reason: str
 

@@ -27,7 +27,7 @@ def payload_limit(run: TrainingRun, block: int) -> int:
 class UpdateIntake:
     def __init__(self, run: TrainingRun, closer: RoundCloser) -> None:
         self._run, self._closer = run, closer
-        self.arriving: Counter[str] = Counter()  # payloads that are durable and not recorded yet
+        self.in_flight: Counter[str] = Counter()  # payloads that are durable and not recorded yet
 
     def accept(self, message: m.Submission) -> bytes:
         """Record an update and give its receipt, or refuse it and change nothing.
@@ -41,7 +41,7 @@ class UpdateIntake:
             if (known := self._known_receipt(message)) is not None:
                 return known
             self._judge(message)
-            self.arriving[name] += 1
+            self.in_flight[name] += 1
         try:
             self._assemble(message)
             return self._take_in(message)
@@ -53,8 +53,8 @@ class UpdateIntake:
             raise
         finally:
             with run.lock:
-                self.arriving[name] -= 1
-                self.arriving += Counter()  # removes those that are zero
+                self.in_flight[name] -= 1
+                self.in_flight += Counter()  # removes those that are zero
 
     def _known_receipt(self, message: m.Submission) -> bytes | None:
         """The receipt that was given before. The store is not asked while the task is out."""
@@ -82,7 +82,7 @@ class UpdateIntake:
                 Code.WRONG_WEIGHT, f"{message.steps} steps are not {message.tokens} tokens"
             )
         for task in filter(None, (message.continued.optimizer, message.continued.residual)):
-            # Nobody could compute such a state again.
+            # An audit could not compute such a state again.
             if run.store.answered_block(task) != message.block:
                 raise Refused(
                     Code.MALFORMED,
@@ -214,5 +214,5 @@ class UpdateIntake:
         run.store.blobs.drop_chunks(message.task, message.fence)
         waiting = (submission for submission, _ in run.history.waiting.values())
         used = name in run.history.public or any(s.payload_sha256 == name for s in waiting)
-        if not used and self.arriving[name] == 1:
+        if not used and self.in_flight[name] == 1:
             run.store.blobs.delete(name)

@@ -190,7 +190,7 @@ class Task(Order):
     deadline_seconds: Seconds
     """Until the round closes, from now."""
     lease_seconds: Seconds
-    """Until the task may be given to somebody else, from now."""
+    """Until another worker may get the task, from now."""
     chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
     payload_limit: Count
     """Bytes that the payload may have."""

@@ -105,7 +105,7 @@ def _unreadable(name: str, error: OSError) -> Damaged:
 
 
 class FolderBlobs(FolderBlobReader):
-    """Also writes. See `contract.Blobs`. A write that fails is told to `on_failure`."""
+    """Also writes. See `contract.Blobs`. A failed write calls `on_failure`."""
 
     def __init__(self, folder: Path, on_failure: Callable[[str], object] = lambda _: None) -> None:
         super().__init__(folder)

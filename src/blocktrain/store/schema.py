@@ -122,7 +122,7 @@ updates = Table(
     Column("dropped", Text),  # why the merge left it out
     Column("entry", Integer, ForeignKey("ledger.seq"), nullable=False),
     UniqueConstraint("task", "payload"),
-    # A task counts once, whatever else is sent for it.
+    # A task counts once, even if several updates are sent for it.
     Index("updates_once", "task", unique=True, sqlite_where=sa.text("accepted = 1")),
     Index("updates_pending", "block", "applied"),
 )

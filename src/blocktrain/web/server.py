@@ -50,7 +50,7 @@ class _Uvicorn(uvicorn.Server):
         self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """The way out, whatever made it go."""
+        """Ends the streams first, also after an error."""
         self._end_streams()
         await super().shutdown(sockets)
 
@@ -152,7 +152,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(BACKLOG)  # from now on they wait, and the port is nobody else's
+        listening.listen(BACKLOG)  # from now on connections queue, and the port is ours
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error};"

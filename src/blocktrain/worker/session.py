@@ -109,7 +109,7 @@ class WorkerSession:
         return self.client.next_task(self.identity.sign(message)).next
 
     def leave(self) -> None:
-        """Sign off, so that nobody waits. If it gets lost, the lease's deadline does the same."""
+        """Sign off, so that no round waits. If the call is lost, the lease expires instead."""
         with suppress(Refused, Unreachable):
             self.next_task(None, 0.0, leaving=True)
 

@@ -213,7 +213,7 @@ export class Chart {
     this.legend.point({ at: AXES[this.axis].words(plot.data[0][idx]), values });
   }
 
-  // In words, for those who do not see it.
+  // In words, for screen readers.
   describe(title) {
     const parts = this.series.map((s) => `${s.label} ${nats(s.curve.value.at(-1))}`);
     return `Chart: ${title} over ${AXES[this.axis].unit}. ${parts.length ? `Newest: ${parts.join(", ")}.` : "No points yet."}`;

@@ -130,7 +130,7 @@ export function scoreTitle(run, name) {
 }
 
 export function who(state, id) {
-  return state.workers.get(id)?.name || (id ? String(id).slice(0, 8) : "somebody");
+  return state.workers.get(id)?.name || (id ? String(id).slice(0, 8) : "a worker");
 }
 
 // One event in a sentence: {text, tone}. Tones: plain, good, trouble, quiet.

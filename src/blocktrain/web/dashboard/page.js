@@ -362,7 +362,7 @@ function wire() {
   });
   window.addEventListener("online", () => line.retry());
   document.addEventListener("visibilitychange", () => document.hidden || (link.phase === "away" && line.retry()));
-  new IntersectionObserver(() => draw()).observe(byId("record")); // the ledger is fetched when somebody sees it
+  new IntersectionObserver(() => draw()).observe(byId("record")); // the ledger is fetched when it is visible
   setInterval(() => draw(), 1000); // countdowns and "seconds ago"
 }
 

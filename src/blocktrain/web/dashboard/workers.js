@@ -5,7 +5,7 @@ import { meter, setMeter, tableOf } from "./tables.js";
 import { NONE, ago, bytes, count, many, speed } from "./format.js";
 
 const AT_FIRST = 25; // rows; a button shows the rest
-const RANK = { training: 0, waiting: 0, lost: 1, left: 2, kicked: 3 }; // between tasks nobody changes place
+const RANK = { training: 0, waiting: 0, lost: 1, left: 2, kicked: 3 }; // equal, so that rows keep their place between tasks
 const here = (worker) => worker.state === "training" || worker.state === "waiting";
 const GROUPS = { all: () => true, here, gone: (worker) => !here(worker), refused: (worker) => worker.refused > 0 };
 

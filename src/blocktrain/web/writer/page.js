@@ -41,7 +41,7 @@ function takeKey() {
   return value ?? sessionStorage.getItem("blocktrain-key") ?? "";
 }
 
-// The server as it is, once a second while somebody looks.
+// Polls the server's status once a second while the page is visible.
 
 async function look() {
   const mine = ++looking;

@@ -101,7 +101,7 @@ class _Checklist:
                     f"the connection broke ({str(error) or type(error).__name__})",
                     "try again; the connection is not stable",
                 )
-            except Exception as error:  # whatever it is, the other checks go on
+            except Exception as error:  # any error: the other checks go on
                 result = CheckResult(
                     name,
                     "failed",
