@@ -43,7 +43,7 @@ CALLS = {
 
 
 def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
-    done = blocktrain(
+    process = blocktrain(
         "bench",
         "coordinator",
         "--workers",
@@ -55,17 +55,17 @@ def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
         "--json",
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
     assert (
         result["command"]
         == "blocktrain bench coordinator --workers 24 --seconds 5 --megabytes 1 --json"
     )
     assert result["machine"]["cores"] >= 1
     assert set(result["calls"]) >= CALLS
-    for found in result["calls"].values():
-        assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]
-    assert result["p99_ms"] == max(found["p99_ms"] for found in result["calls"].values())
+    for call in result["calls"].values():
+        assert 0 < call["p50_ms"] <= call["p99_ms"] <= call["max_ms"]
+    assert result["p99_ms"] == max(call["p99_ms"] for call in result["calls"].values())
     assert (
         result["workers"],
         result["errors"],
@@ -87,9 +87,9 @@ def test_the_command_at_tiny_scale(tmp_path: Path) -> None:
     ):
         assert result[name] > 0, name
     assert result["raw_tcp_mb_s"] <= 25.1, "200 Mbit are 25 MB/s"
-    kept = tmp_path / "results" / "coordinator"
-    assert json.loads((kept / "coordinator.json").read_text()) == result
-    assert (kept / "coordinator.png").stat().st_size > 5000
+    folder = tmp_path / "results" / "coordinator"
+    assert json.loads((folder / "coordinator.json").read_text()) == result
+    assert (folder / "coordinator.png").stat().st_size > 5000
 
 
 def test_a_swarm_of_few_against_a_coordinator_here(tmp_path: Path) -> None:

@@ -81,12 +81,13 @@ def test_a_worker_holds_little_more_than_its_share() -> None:
         assert row["blocks"] * row["layers_per_block"] == 16
         assert 1 / row["blocks"] < row["ratio"] <= 1 / row["blocks"] + SLACK
         assert row["fusion_ratio"] > row["ratio"]
-        for held in (row["worker"], row["fusion"]):
-            extra = held.get("frozen", 0) + held.get("features", 0)
+        for sizes in (row["worker"], row["fusion"]):
+            extra = sizes.get("frozen", 0) + sizes.get("features", 0)
             assert (
-                held["total"] == held["optimizer"] + held["gradients"] + held["activations"] + extra
+                sizes["total"]
+                == sizes["optimizer"] + sizes["gradients"] + sizes["activations"] + extra
             )
-            assert held["weights"] > 0
+            assert sizes["weights"] > 0
     assert result["within_bound"]
     assert seen == sorted(seen)
     assert seen[-1] == 1

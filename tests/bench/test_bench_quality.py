@@ -54,9 +54,9 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("quality") / "bench"
-    done = bench(folder)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+    process = bench(folder)
+    assert process.returncode == 0, process.stderr
+    return folder, json.loads(process.stdout)
 
 
 def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any]]) -> None:

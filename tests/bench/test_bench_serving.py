@@ -57,11 +57,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
 
 
 def bench(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    done = blocktrain(
+    process = blocktrain(
         "bench", name, *arguments, "--out", str(folder / name), "--json", cwd=folder, timeout=860
     )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    assert process.returncode == 0, process.stderr
+    return dict(json.loads(process.stdout))
 
 
 # -- bench serving
@@ -115,9 +115,9 @@ def test_nothing_is_faster_than_its_line(served: dict[str, Any]) -> None:
             assert row["bytes_per_sweep"] == 1
     swept = next(row for row in served["rows"] if row["mode"] == "sweep")
     assert swept["bytes_per_sweep"] == served["output_bytes"]
-    (found,) = served["gains"]
-    assert found["sweep_1"] > 1
-    assert found["exact_bytes_per_sweep"] >= 1
+    (gains,) = served["gains"]
+    assert gains["sweep_1"] > 1
+    assert gains["exact_bytes_per_sweep"] >= 1
 
 
 def test_what_does_not_fit_into_rows_is_there(served: dict[str, Any]) -> None:
@@ -141,20 +141,20 @@ def test_what_does_not_fit_into_rows_is_there(served: dict[str, Any]) -> None:
 @pytest.mark.xdist_group("bench_failover")
 def test_answers_survive_kills_and_black_holes(run: Path) -> None:
     counts = ("--kills", str(KILLS), "--blackholes", str(BLACKHOLES))
-    found = bench("failover", run.parent, *counts, "--run", str(run), "--rtt-ms", "10")
-    assert (found["kills"], found["identical"]) == (KILLS, KILLS)
-    assert (found["blackholes"], found["blackhole_identical"]) == (BLACKHOLES, BLACKHOLES)
-    assert all(row["failovers"] for row in found["rows"])
+    result = bench("failover", run.parent, *counts, "--run", str(run), "--rtt-ms", "10")
+    assert (result["kills"], result["identical"]) == (KILLS, KILLS)
+    assert (result["blackholes"], result["blackhole_identical"]) == (BLACKHOLES, BLACKHOLES)
+    assert all(row["failovers"] for row in result["rows"])
     for name in (
         "detect_ms_p99",
         "blackhole_detect_ms_p99",
         "next_byte_ms_p50",
         "next_byte_ms_p99",
     ):
-        assert found[name] > 0
-    alone = found["no_replica"]
+        assert result[name] > 0
+    alone = result["no_replica"]
     assert alone["degraded"] == [2]
-    assert alone["bytes"] == found["output_bytes"]
+    assert alone["bytes"] == result["output_bytes"]
     assert alone["refused"]
     assert alone["refused_after_s"] < alone["deadline_s"] + 20
     assert alone["used_again"]
@@ -165,16 +165,16 @@ def test_answers_survive_kills_and_black_holes(run: Path) -> None:
 
 @pytest.mark.xdist_group("bench_shape")
 def test_a_small_shape_is_served_as_the_large_one_is(tmp_path: Path) -> None:
-    found = bench("serving", tmp_path, "--shape", "300K", "--tokens", str(TOKENS), "--rtt-ms", "5")
-    one, swept = found["rows"]
+    result = bench("serving", tmp_path, "--shape", "300K", "--tokens", str(TOKENS), "--rtt-ms", "5")
+    one, swept = result["rows"]
     assert (one["mode"], one["traversals"]) == ("autoregressive", TOKENS)
     assert (swept["mode"], swept["traversals"]) == ("sweep", 1)
-    assert found["same_choices"] == TOKENS
-    state = TOKENS * found["width"] * 2  # fp16, over each of two lines
+    assert result["same_choices"] == TOKENS
+    state = TOKENS * result["width"] * 2  # fp16, over each of two lines
     assert swept["wire_bytes"] > 2 * state
     assert swept["seconds"] >= 1.5 * 5e-3
-    assert found["memory_gib"] > 0
-    assert "quality" in found["does_not_prove"]
+    assert result["memory_gib"] > 0
+    assert "quality" in result["does_not_prove"]
     assert not list((tmp_path / "serving").glob("*.bin"))
 
 
@@ -239,9 +239,9 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     costs = Costs(free, 0.0, free, free, 3, 8, 0.0, 0.0, acceptance=0.5)
 
     def predicted(topology: Any, mode: Any, sweeps: float = 1) -> float:
-        found = costs.predict(Way("", topology, mode), 100.0, 0.0, 32, 96, sweeps)
-        assert found is not None
-        return found
+        rate = costs.predict(Way("", topology, mode), 100.0, 0.0, 32, 96, sweeps)
+        assert rate is not None
+        return rate
 
     assert predicted("fan", "autoregressive") == pytest.approx(10)
     assert predicted("fan", "sweep") == pytest.approx(960)
@@ -273,8 +273,8 @@ def test_gains_are_over_the_best_autoregressive_row() -> None:
             ("exact", "fuse", 60.0),
         )
     ]
-    found = gain(rows)
-    assert (found["best_autoregressive"], found["sweep_1"], found["exact"]) == (
+    gains = gain(rows)
+    assert (gains["best_autoregressive"], gains["sweep_1"], gains["exact"]) == (
         "reference, fan",
         20.0,
         5.0,
@@ -283,11 +283,11 @@ def test_gains_are_over_the_best_autoregressive_row() -> None:
 
 def test_kills_and_black_holes_are_counted_apart() -> None:
     cases = [Case("kill", "exact", True, 5.0, 9.0, 1), Case("kill", "exact", False, 7.0, 9.0, 1)]
-    found = summary([*cases, Case("blackhole", "exact", True, 900.0, 1000.0, 1)])
-    assert (found["kills"], found["identical"], found["detect_ms_p99"]) == (2, 1, 7.0)
+    figures = summary([*cases, Case("blackhole", "exact", True, 900.0, 1000.0, 1)])
+    assert (figures["kills"], figures["identical"], figures["detect_ms_p99"]) == (2, 1, 7.0)
     assert (
-        found["blackholes"],
-        found["blackhole_identical"],
-        found["blackhole_detect_ms_p99"],
+        figures["blackholes"],
+        figures["blackhole_identical"],
+        figures["blackhole_detect_ms_p99"],
     ) == (1, 1, 900.0)
     assert summary(cases)["blackholes"] == 0

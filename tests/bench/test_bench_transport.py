@@ -35,9 +35,9 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("transport") / "bench"
-    done = bench(folder)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+    process = bench(folder)
+    assert process.returncode == 0, process.stderr
+    return folder, json.loads(process.stdout)
 
 
 def test_a_run_over_http_replays_to_the_same_hashes(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -62,14 +62,16 @@ def test_more_workers_train_more_text_at_the_same_steps(
 def test_distant_hosts_learn_and_every_byte_is_counted(
     measured: tuple[Path, dict[str, Any]],
 ) -> None:
-    found = measured[1]["hosts"]
-    assert found["start_ce"] > found["end_ce"] + 1
-    assert found["workers"] == 5
-    assert found["slow_workers"] == 1
-    assert 0 < found["utilisation"] <= 1
-    assert 0.5 < found["goodput"] <= 1
-    assert found["ce_per_gb"] == pytest.approx((found["start_ce"] - found["end_ce"]) / found["gb"])
-    assert found["wire_gb"] == pytest.approx(found["gb"], rel=0.5), (
+    figures = measured[1]["hosts"]
+    assert figures["start_ce"] > figures["end_ce"] + 1
+    assert figures["workers"] == 5
+    assert figures["slow_workers"] == 1
+    assert 0 < figures["utilisation"] <= 1
+    assert 0.5 < figures["goodput"] <= 1
+    assert figures["ce_per_gb"] == pytest.approx(
+        (figures["start_ce"] - figures["end_ce"]) / figures["gb"]
+    )
+    assert figures["wire_gb"] == pytest.approx(figures["gb"], rel=0.5), (
         "bodies as the coordinator counts them, bytes as the link does"
     )
 

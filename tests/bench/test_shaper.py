@@ -262,20 +262,20 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
     if kind == "namespaces" and not namespaces_possible():
         pytest.skip("this system allows no network namespaces (root, ip and tc are needed)")
     before = socket.if_nameindex()
-    with hosts(2, Link(rtt_ms=30, mbit=40, seed=4), server, kind) as found:  # type: ignore[arg-type]
+    with hosts(2, Link(rtt_ms=30, mbit=40, seed=4), server, kind) as started:  # type: ignore[arg-type]
         assert (
             socket.if_nameindex() == before
         )  # a browser here would break off what it loads, were this machine's own network changed
-        assert [(host.kind, host.link.link.seed) for host in found] == [(kind, 4), (kind, 5)]
+        assert [(host.kind, host.link.link.seed) for host in started] == [(kind, 4), (kind, 5)]
         running = [
             subprocess.Popen(
                 host.command([sys.executable, "-c", CLIENT, host.link.host, str(host.link.port)]),
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for host in found
+            for host in started
         ]
-        for process, host in zip(running, found, strict=True):
+        for process, host in zip(running, started, strict=True):
             round_trip, upload, interfaces = (process.communicate(timeout=180)[0]).split()
             assert process.returncode == 0
             assert 0.029 <= float(round_trip) <= 0.03 + SLACK
@@ -295,8 +295,8 @@ def test_namespaces_go_also_after_an_error(server: int) -> None:
             ["ip", "netns", "list"], capture_output=True, text=True, check=True
         ).stdout
 
-    with pytest.raises(ZeroDivisionError), hosts(1, Link(), server) as found:
-        name = found[0].name
+    with pytest.raises(ZeroDivisionError), hosts(1, Link(), server) as started:
+        name = started[0].name
         assert name in listed()
         raise ZeroDivisionError
     assert name not in listed()

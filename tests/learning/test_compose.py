@@ -42,10 +42,10 @@ def test_the_path_from_noise_is_the_same_in_chunks_and_has_a_step_per_block(mode
     path = euler_path(model, text, window_noise(7, PROMPT[:CONTEXT], 8)[None])
     assert len(path) == 3
     scorer = EulerScorer(model, 7)
-    found = torch.cat(
+    logits = torch.cat(
         [scorer(text[:, :5], 0), scorer(text[:, 5:6], 5), scorer(text[:, 6:], 6)], dim=1
     )
-    assert torch.allclose(found, path[-1], atol=1e-4, rtol=1e-4)
+    assert torch.allclose(logits, path[-1], atol=1e-4, rtol=1e-4)
     scorer(text[:, :3], 6)  # a wrong draft
     assert torch.allclose(scorer(text[:, 6:], 6), path[-1][:, 6:], atol=1e-4, rtol=1e-4)
 

@@ -72,9 +72,9 @@ def test_a_folder_of_texts_is_gathered_once_and_again_when_it_changes(tmp_path: 
         == (folder / "a.txt").read_bytes() + (folder / "deep" / "b.py").read_bytes()
     )
     assert isinstance(corpus.train, np.memmap)
-    gathered = list((cache / "corpora").iterdir())
+    files = list((cache / "corpora").iterdir())
     open_corpus(str(folder), None, cache)
-    assert list((cache / "corpora").iterdir()) == gathered
+    assert list((cache / "corpora").iterdir()) == files
     (folder / "a.txt").write_bytes(b"changed\n" * 1000)
     assert b"changed" in b"".join(parts(open_corpus(str(folder), None, cache)))
 
@@ -118,12 +118,12 @@ def test_wikitext_that_is_nowhere_names_both_ways_to_get_it(name: str, tmp_path:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(CorpusError) as refused:
         open_corpus(name, tmp_path, tmp_path)
-    said = str(refused.value)
+    sentence = str(refused.value)
     assert (
-        name in said
-        and "BLOCKTRAIN_DATA" in said
-        and "Hugging Face" in said
-        and "train.txt" in said
+        name in sentence
+        and "BLOCKTRAIN_DATA" in sentence
+        and "Hugging Face" in sentence
+        and "train.txt" in sentence
     )
     assert not list(tmp_path.rglob("*.txt"))
 
@@ -164,12 +164,12 @@ def test_a_batch_is_a_pure_function_of_seed_stream_and_step(
 ) -> None:
     text = np.arange(context + 1 + extra, dtype=np.uint8)
     key = {"seed": seed, "stream": stream, "step": step, "batch": 5, "context": context}
-    found = batch(text, **key)
-    assert found.shape == (5, context + 1) and found.dtype == torch.int64
-    assert torch.equal(found, batch(text.copy(), **key))
+    tokens = batch(text, **key)
+    assert tokens.shape == (5, context + 1) and tokens.dtype == torch.int64
+    assert torch.equal(tokens, batch(text.copy(), **key))
     offsets = batch_offsets(len(text), **key)
     assert offsets.min() >= 0 and offsets.max() + context + 1 <= len(text)
-    assert torch.equal(found[:, 0], torch.from_numpy(text[offsets].astype(np.int64)))
+    assert torch.equal(tokens[:, 0], torch.from_numpy(text[offsets].astype(np.int64)))
 
 
 def test_batches_differ_by_seed_stream_and_step_and_reach_the_whole_text() -> None:
@@ -243,9 +243,9 @@ def test_text_in_any_language_is_a_corpus(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", BINARIES)
 def test_a_binary_corpus_is_refused(tmp_path: Path, name: str) -> None:
-    content, found = BINARIES[name]
+    content, reason = BINARIES[name]
     (tmp_path / "model.bin").write_bytes(content)
-    with pytest.raises(CorpusError, match=rf"model.bin is not text: .*{found}; give a text file"):
+    with pytest.raises(CorpusError, match=rf"model.bin is not text: .*{reason}; give a text file"):
         Source(str(tmp_path / "model.bin"), None, tmp_path).open()
 
 

@@ -98,10 +98,10 @@ def test_fitted_weights_beat_equal_ones_where_they_are_fitted(
     trained: Model, corpus: Corpus
 ) -> None:
     equal = evaluate(Model(trained.config, trained.blocks, trained.fusion), corpus.calibration)
-    fitted = evaluate(trained, corpus.calibration)
+    after = evaluate(trained, corpus.calibration)
     assert trained.pool_weights is not None and (trained.pool_weights > 0).all()
-    assert fitted["pool"] < equal["pool"]
-    assert fitted["fuse"] == equal["fuse"], "the fusion block has weights of its own"
+    assert after["pool"] < equal["pool"]
+    assert after["fuse"] == equal["fuse"], "the fusion block has weights of its own"
 
 
 def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: Corpus) -> None:
@@ -134,11 +134,11 @@ def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> 
     blocks = train_model(config, corpus).blocks
     weights = fit_pool_weights(Model(config, blocks), corpus.calibration)
     assert (weights > 0).all() and weights.min() == pytest.approx(1e-3)
-    equal, fitted = (
+    equal, best = (
         evaluate(Model(config, blocks, None, w), corpus.calibration)["pool"]
         for w in (None, weights)
     )
-    assert fitted < equal
+    assert best < equal
 
 
 def test_bits_of_a_text_under_a_block(corpus: Corpus) -> None:

@@ -127,12 +127,12 @@ def test_picks_follow_the_softmax_at_a_temperature() -> None:
     count = 6000
     for temperature in (1.0, 0.5):
         sampler = Sampler(seed=9, temperature=temperature)
-        found = np.bincount(
+        counts = np.bincount(
             [sampler.pick(logits, position) for position in range(count)], minlength=256
         )
         p = (logits.double() / temperature).softmax(-1).numpy()
-        assert found[4:].sum() == 0
-        assert np.all(np.abs(found[:4] - count * p[:4]) < 4 * np.sqrt(count * p[:4] * (1 - p[:4])))
+        assert counts[4:].sum() == 0
+        assert np.all(np.abs(counts[:4] - count * p[:4]) < 4 * np.sqrt(count * p[:4] * (1 - p[:4])))
 
 
 @given(st.floats(0, 1), st.integers(0, 1000))
@@ -140,8 +140,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, position: in
     p = [0.4, 0.3, 0.2, 0.1]
     logits = torch.full((256,), -1e9)
     logits[torch.tensor([30, 20, 10, 0])] = torch.tensor(p).log()
-    kept = max(1, sum(before < top_p + 1e-6 for before in (0.0, 0.4, 0.7, 0.9)))
-    assert Sampler(seed=1, top_p=top_p).pick(logits, position) in [30, 20, 10, 0][:kept]
+    size = max(1, sum(before < top_p + 1e-6 for before in (0.0, 0.4, 0.7, 0.9)))
+    assert Sampler(seed=1, top_p=top_p).pick(logits, position) in [30, 20, 10, 0][:size]
 
 
 def test_top_p_still_draws_among_what_it_keeps() -> None:
@@ -152,12 +152,12 @@ def test_top_p_still_draws_among_what_it_keeps() -> None:
 
 @pytest.mark.parametrize("model", [EULER, PAPER], ids=["exact", "edm"])
 def test_the_paper_writes_text_past_its_context(model: Model) -> None:
-    written = [
+    texts = [
         bytes(write_with(model.scorer(seed=2), PROMPT[:3], 25, CONTEXT, Sampler(seed=1)))
         for _ in range(2)
     ]
-    assert written[0] == written[1]
-    assert len(written[0]) == 25
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 25
 
 
 @pytest.mark.parametrize(("length", "count", "sweeps"), [(1, 4, 1), (5, 17, 2), (40, 13, 3)])
@@ -165,11 +165,11 @@ def test_a_sweep_from_noise_writes_as_many_bytes_as_asked(
     length: int, count: int, sweeps: int
 ) -> None:
     how: Any = {"mode": "sweep", "sweeps": sweeps, "draft": "none"}
-    written = [
+    texts = [
         bytes(write_tokens(TAIL, PROMPT[:length], count, Sampler(seed=1), **how)) for _ in range(2)
     ]
-    assert len(written[0]) == count
-    assert written[0] == written[1]
+    assert len(texts[0]) == count
+    assert texts[0] == texts[1]
 
 
 def test_a_sweep_from_noise_needs_a_tail() -> None:
@@ -194,13 +194,13 @@ def test_a_sweep_commits_what_was_right_and_one_more_byte_of_the_model(
         return (sum(before) + len(before) + seed) % 3
 
     picks = [model(draft[:i]) for i in range(len(draft) + 1)]
-    found = bytes(accept(draft, iter(picks)))
+    tokens = bytes(accept(draft, iter(picks)))
     text = b""
-    while len(text) < len(found):
+    while len(text) < len(tokens):
         text += bytes([model(text)])
-    assert found == text  # nothing that the model would not have written itself
-    assert found[:-1] == draft[: len(found) - 1]
-    assert len(found) == len(draft) + 1 or found[-1] != draft[len(found) - 1]
+    assert tokens == text  # nothing that the model would not have written itself
+    assert tokens[:-1] == draft[: len(tokens) - 1]
+    assert len(tokens) == len(draft) + 1 or tokens[-1] != draft[len(tokens) - 1]
 
 
 def test_no_more_is_picked_than_is_committed() -> None:
@@ -235,8 +235,8 @@ def test_near_ties_are_counted_once_a_position() -> None:
 def test_exact_text_is_the_autoregressive_one(name: str, length: int, count: int) -> None:
     sampler = Sampler(seed=4, temperature=0.9)
     expected = write(MODELS[name], PROMPT[:length], count, sampler)
-    found = write_tokens(MODELS[name], PROMPT[:length], count, sampler, mode="exact")
-    assert bytes(found) == expected
+    text = write_tokens(MODELS[name], PROMPT[:length], count, sampler, mode="exact")
+    assert bytes(text) == expected
 
 
 def test_a_loop_asks_and_is_sent_the_results() -> None:
@@ -250,7 +250,7 @@ def test_a_loop_asks_and_is_sent_the_results() -> None:
     def run(mode: Mode) -> list[int]:
         text = Text((500, 2), 9, CONTEXT)
         loop = text_loop(text, Picker(Sampler(temperature=0)), FUSE.config, mode=mode)
-        found: list[int] = []
+        tokens: list[int] = []
         step = next(loop)
         while True:
             result: object = None
@@ -260,11 +260,11 @@ def test_a_loop_asks_and_is_sent_the_results() -> None:
                 ends = range(step.start + 1, len(step.window) + 1)
                 result = torch.stack([logits_after(step.window[:end]) for end in ends])
             elif isinstance(step, Commit):
-                found += step.tokens
+                tokens += step.tokens
             try:
                 step = loop.send(result)
             except StopIteration:
-                return found
+                return tokens
 
     assert run("exact") == run("autoregressive")
     assert max(run("exact")) > 255 and len(run("exact")) == 9

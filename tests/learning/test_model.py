@@ -39,12 +39,12 @@ chunkings = st.lists(
 
 def in_chunks(score: Callable[[Tensor, int], Tensor], text: Tensor, sizes: Sequence[int]) -> Tensor:
     """The answer to `text` read in chunks of these sizes, the last one taking what is left."""
-    found, at = [], 0
+    parts, at = [], 0
     for size in [*sizes, text.shape[1]]:
         if part := text[:, at : at + size].shape[1]:
-            found.append(score(text[:, at : at + size], at))
+            parts.append(score(text[:, at : at + size], at))
             at += part
-    return torch.cat(found, dim=1)
+    return torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize("name", MODELS)

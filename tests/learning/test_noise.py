@@ -20,11 +20,15 @@ DEFAULT = noise_levels(Config())
 @st.composite
 def levels(draw: st.DrawFn) -> NoiseLevels:
     low = draw(st.floats(0.05, 2))
-    found = NoiseLevels(
+    distribution = NoiseLevels(
         draw(st.floats(-2, 1)), draw(st.floats(0.5, 2)), low, low * draw(st.floats(1.5, 50))
     )
-    assume(found.mass_below(found.sigma_max) - found.mass_below(found.sigma_min) > 1e-3)
-    return found
+    assume(
+        distribution.mass_below(distribution.sigma_max)
+        - distribution.mass_below(distribution.sigma_min)
+        > 1e-3
+    )
+    return distribution
 
 
 def test_the_edges_of_four_blocks() -> None:
@@ -32,50 +36,59 @@ def test_the_edges_of_four_blocks() -> None:
 
 
 @given(levels(), st.integers(1, 12))
-def test_edges_rise_and_hold_equal_mass(found: NoiseLevels, blocks: int) -> None:
-    edges = found.edges(blocks)
+def test_edges_rise_and_hold_equal_mass(distribution: NoiseLevels, blocks: int) -> None:
+    edges = distribution.edges(blocks)
     assert len(edges) == blocks + 1
-    assert (edges[0], edges[-1]) == (found.sigma_min, found.sigma_max)
+    assert (edges[0], edges[-1]) == (distribution.sigma_min, distribution.sigma_max)
     assert all(a < b for a, b in itertools.pairwise(edges))
-    share = (found.mass_below(found.sigma_max) - found.mass_below(found.sigma_min)) / blocks
+    share = (
+        distribution.mass_below(distribution.sigma_max)
+        - distribution.mass_below(distribution.sigma_min)
+    ) / blocks
     for a, b in itertools.pairwise(edges):
-        assert found.mass_below(b) - found.mass_below(a) == pytest.approx(share, rel=1e-9)
+        assert distribution.mass_below(b) - distribution.mass_below(a) == pytest.approx(
+            share, rel=1e-9
+        )
 
 
 @given(levels(), st.integers(1, 8))
-def test_the_first_block_owns_the_highest_noise(found: NoiseLevels, blocks: int) -> None:
-    ranges = found.ranges(blocks, 0.0)
-    assert ranges[0].high == found.sigma_max
-    assert ranges[-1].low == found.sigma_min
+def test_the_first_block_owns_the_highest_noise(distribution: NoiseLevels, blocks: int) -> None:
+    ranges = distribution.ranges(blocks, 0.0)
+    assert ranges[0].high == distribution.sigma_max
+    assert ranges[-1].low == distribution.sigma_min
     for above, below in itertools.pairwise(ranges):
         assert above.low == pytest.approx(below.high)
 
 
 @given(levels(), st.integers(2, 8), st.floats(0, 1))
 def test_ranges_overlap_by_gamma_of_their_log_width(
-    found: NoiseLevels, blocks: int, gamma: float
+    distribution: NoiseLevels, blocks: int, gamma: float
 ) -> None:
-    for plain, wide in zip(found.ranges(blocks, 0.0), found.ranges(blocks, gamma), strict=True):
+    for plain, wide in zip(
+        distribution.ranges(blocks, 0.0), distribution.ranges(blocks, gamma), strict=True
+    ):
         extra = gamma * math.log(plain.high / plain.low)
         assert math.log(wide.low) == pytest.approx(
-            max(math.log(plain.low) - extra, math.log(found.sigma_min))
+            max(math.log(plain.low) - extra, math.log(distribution.sigma_min))
         )
         assert math.log(wide.high) == pytest.approx(
-            min(math.log(plain.high) + extra, math.log(found.sigma_max))
+            min(math.log(plain.high) + extra, math.log(distribution.sigma_max))
         )
 
 
 @given(levels(), st.integers(1, 6), st.floats(0, 0.5))
 def test_samples_stay_in_range_and_follow_the_distribution(
-    found: NoiseLevels, blocks: int, gamma: float
+    distribution: NoiseLevels, blocks: int, gamma: float
 ) -> None:
     uniform = torch.linspace(0, 1 - 2**-24, 65)
-    for part in found.ranges(blocks, gamma):
-        sigma = found.sample(part, uniform)
+    for part in distribution.ranges(blocks, gamma):
+        sigma = distribution.sample(part, uniform)
         assert sigma.dtype == torch.float32
         assert part.low * (1 - 1e-6) <= sigma.min() and sigma.max() <= part.high * (1 + 1e-6)
-        low, high = found.mass_below(part.low), found.mass_below(part.high)
-        below = torch.tensor([(found.mass_below(float(s)) - low) / (high - low) for s in sigma])
+        low, high = distribution.mass_below(part.low), distribution.mass_below(part.high)
+        below = torch.tensor(
+            [(distribution.mass_below(float(s)) - low) / (high - low) for s in sigma]
+        )
         # A float32 sigma cannot resolve a narrow range better than its own rounding.
         slack = 1e-5 + 1e-6 / math.log(part.high / part.low)
         assert torch.allclose(below, uniform, atol=slack, rtol=0)

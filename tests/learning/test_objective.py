@@ -38,7 +38,7 @@ def test_the_exact_skip_is_bayes_rule(sigma: float) -> None:
         z = (table[66] + sigma * torch.randn(8, generator=torch.Generator().manual_seed(3)))[
             None, None
         ]
-        found = (
+        probabilities = (
             denoise_logits(block, table, token, z, level, config.sigma_data)
             .softmax(-1)[0, 0]
             .numpy()
@@ -46,24 +46,24 @@ def test_the_exact_skip_is_bayes_rule(sigma: float) -> None:
 
     distance = ((z[0, 0].double() - table[symbols].double()) ** 2).sum(-1).numpy()
     posterior = prior * np.exp(-distance / (2 * sigma**2))
-    assert found[symbols] == pytest.approx(posterior / posterior.sum(), abs=1e-4)
-    assert found.sum() - found[symbols].sum() < 1e-6
+    assert probabilities[symbols] == pytest.approx(posterior / posterior.sum(), abs=1e-4)
+    assert probabilities.sum() - probabilities[symbols].sum() < 1e-6
 
 
 def test_with_all_noise_the_exact_skip_is_the_plain_loss() -> None:
     config = tiny_config(objective="denoise", compose="pool")
     block, table = build_independent(config, 1), target_table(config)
     z = torch.zeros(3, 16, 8)
-    found = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e6), config.sigma_data)
-    assert torch.allclose(found, block(block.features(TOKENS[:, :-1])), atol=1e-5)
+    logits = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e6), config.sigma_data)
+    assert torch.allclose(logits, block(block.features(TOKENS[:, :-1])), atol=1e-5)
 
 
 def test_without_noise_edm_reads_z_itself() -> None:
     config = tiny_config(objective="denoise", compose="euler", skip="edm")
     block, table = build_independent(config, 1), target_table(config)
     z = table[TOKENS[:, 1:]]
-    found = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e-6), config.sigma_data)
-    assert torch.allclose(found, block.head(z), atol=1e-4)
+    logits = denoise_logits(block, table, TOKENS[:, :-1], z, torch.tensor(1e-6), config.sigma_data)
+    assert torch.allclose(logits, block.head(z), atol=1e-4)
 
 
 def test_the_plain_loss_is_the_cross_entropy_of_the_next_byte() -> None:

@@ -17,10 +17,10 @@ from conftest import tiny_config
 def test_orthogonal_keeps_directions_and_levels_their_lengths(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    found = u.T @ orthogonal(matrix) @ v.T
-    lengths = found.diagonal()
+    singular = u.T @ orthogonal(matrix) @ v.T
+    lengths = singular.diagonal()
     assert lengths.min() > 0.3 and lengths.max() < 1.3
-    assert torch.allclose(found, torch.diag(lengths), atol=1e-4)
+    assert torch.allclose(singular, torch.diag(lengths), atol=1e-4)
     assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
 
 
@@ -53,14 +53,16 @@ def test_every_parameter_is_remembered_by_its_own_optimizer() -> None:
     for p in block.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step(1e-3)
-    kept = {name: t.clone() for name, t in optimizer.moments().items()}
-    assert {name.partition(".")[2] for name in kept} == {
+    moments = {name: t.clone() for name, t in optimizer.moments().items()}
+    assert {name.partition(".")[2] for name in moments} == {
         name for name, _ in block.named_parameters()
     }
-    assert {"momentum.mix.weight", "exp_avg.embed", "exp_avg_sq.embed", "step.embed"} <= set(kept)
+    assert {"momentum.mix.weight", "exp_avg.embed", "exp_avg_sq.embed", "step.embed"} <= set(
+        moments
+    )
     optimizer.step(1e-3)
-    optimizer.restore(kept)
-    assert all(torch.equal(t, kept[name]) for name, t in optimizer.moments().items())
+    optimizer.restore(moments)
+    assert all(torch.equal(t, moments[name]) for name, t in optimizer.moments().items())
     optimizer.restore({})
     assert optimizer.moments() == {}
 

@@ -26,9 +26,9 @@ def test_the_number_from_before_is_restored_even_after_an_error() -> None:
     assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("asked", [1, 2])
+@pytest.mark.parametrize("count", [1, 2])
 def test_an_evaluation_computes_on_the_threads_that_the_user_asks_for(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, asked: int
+    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Torch's default, a thread per core, takes many times longer on a busy machine."""
     seen: list[int] = []
@@ -41,9 +41,9 @@ def test_an_evaluation_computes_on_the_threads_that_the_user_asks_for(
     model = random_model(tiny_config())
     monkeypatch.setattr(results, "evaluate", watched)
     folder = saved(model, tmp_path / "run")
-    threads = {} if asked == 1 else {"threads": asked}
+    threads = {} if count == 1 else {"threads": count}
     results.evaluate_run(folder, model, corpus, draws=1, progress=lambda _: None, **threads)
-    assert seen == [asked] and torch.get_num_threads() == 3
+    assert seen == [count] and torch.get_num_threads() == 3
 
 
 def test_nothing_else_decides_about_threads() -> None:

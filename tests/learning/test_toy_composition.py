@@ -53,9 +53,11 @@ class MeanReadout:
     def combine(
         self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        found = [block(x).softmax(-1) for block, x in zip(self.blocks, features, strict=True)]
+        probabilities = [
+            block(x).softmax(-1) for block, x in zip(self.blocks, features, strict=True)
+        ]
         shares = (present / present.sum(0))[:, :, None, None]
-        return (torch.stack(found) * shares).sum(0).log()
+        return (torch.stack(probabilities) * shares).sum(0).log()
 
 
 @pytest.fixture(autouse=True)

@@ -56,9 +56,9 @@ class Pairs(Tokenizer):
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pairs]:
     monkeypatch.setattr(tokenizers, "_TABLE", dict(tokenizers._TABLE))
     before = set(settings.TOKENIZERS)
-    found = Pairs()
-    register(found)
-    yield found
+    tokenizer = Pairs()
+    register(tokenizer)
+    yield tokenizer
     settings.TOKENIZERS.clear()
     settings.TOKENIZERS.update(before)
 
@@ -86,15 +86,15 @@ def test_it_trains_evaluates_and_writes(corpus: Corpus, pairs: Pairs, compose: s
     model = train_model(config, tokens)
     assert evaluate(model, tokens.valid)["composed"] < 0.8 * math.log(pairs.vocabulary)
     prompt = pairs.encode(b"the ").tolist()
-    written = list(write(model, prompt, 40, Sampler(1)))
-    assert max(written) >= 256, "some tokens are pairs"
+    ids = list(write(model, prompt, 40, Sampler(1)))
+    assert max(ids) >= 256, "some tokens are pairs"
 
 
 def test_the_paper_is_written_with_it_too(corpus: Corpus, pairs: Pairs) -> None:
     config = small(objective="denoise", compose="euler")
     model = train_model(config, corpus.encode(pairs))
-    written = list(write(model, [256, 257], 20, Sampler(2)))
-    assert len(written) == 20 and max(written) < pairs.vocabulary
+    tokens = list(write(model, [256, 257], 20, Sampler(2)))
+    assert len(tokens) == 20 and max(tokens) < pairs.vocabulary
 
 
 def test_a_run_of_it_is_trained_judged_and_written_with(

@@ -86,8 +86,8 @@ class Here:
 
     def finish(self) -> None:
         process = self.start()
-        _, said = process.communicate(timeout=250)
-        assert (process.returncode, said) == (0, "")
+        _, errors = process.communicate(timeout=250)
+        assert (process.returncode, errors) == (0, "")
 
     def versions(self) -> int:
         """Tasks that were accepted up to now."""
@@ -110,11 +110,11 @@ class Here:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         stop(process)
-        _, said = process.communicate(
+        _, errors = process.communicate(
             timeout=250
         )  # ends when the last process that holds the pipes has ended
         assert not self.run.weights(1).exists()
-        return process.returncode, said
+        return process.returncode, errors
 
 
 def alone(config: Config, index: int, corpus: Corpus, read: list[Trainer] | None = None) -> Trainer:
@@ -141,9 +141,9 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(
 
     code, _ = here.disturb(lambda process: os.killpg(process.pid, signal.SIGKILL))
     assert code == -signal.SIGKILL
-    code, said = here.disturb(lambda process: os.killpg(process.pid, signal.SIGINT))
+    code, errors = here.disturb(lambda process: os.killpg(process.pid, signal.SIGINT))
     assert code == 1
-    assert said.startswith("interrupted: stopped; everything up to here is saved"), said
+    assert errors.startswith("interrupted: stopped; everything up to here is saved"), errors
 
     here.finish()
     assert sha256(here.run.weights(1)) == sha256(undisturbed.weights(1))
@@ -166,13 +166,13 @@ def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(
     process = here.start()
     until(steps_since_start, "a step")
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=250)
-    assert said.startswith("interrupted: stopped; everything up to here is saved"), said
-    made = steps_since_start()[-1]
-    assert made < 600 and here.versions() == 0
+    _, errors = process.communicate(timeout=250)
+    assert errors.startswith("interrupted: stopped; everything up to here is saved"), errors
+    steps = steps_since_start()[-1]
+    assert steps < 600 and here.versions() == 0
 
     here.finish()
-    assert steps_since_start()[0] > made
+    assert steps_since_start()[0] > steps
     plain = RunFolder(tmp_path / "plain")
     publish(plain, 1, alone(config, 1, corpus).block)
     assert sha256(here.run.weights(1)) == sha256(plain.weights(1))
@@ -239,9 +239,9 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(
     here.finish()
     events = read_events(here.run.events)
     assert {e["block"] for e in events if e["kind"] == "step"} == {0, 1, 2, 3}
-    done = {(e["block"], e["step"]): e for e in events if e["kind"] == "trained"}
-    assert set(done) == {(0, 8), *((block, step) for block in (1, 2, 3) for step in (3, 6, 8))}
-    assert all(e["seconds"] > 0 and e["peak_mb"] > 0 for e in done.values())
+    reports = {(e["block"], e["step"]): e for e in events if e["kind"] == "trained"}
+    assert set(reports) == {(0, 8), *((block, step) for block in (1, 2, 3) for step in (3, 6, 8))}
+    assert all(e["seconds"] > 0 and e["peak_mb"] > 0 for e in reports.values())
 
     here.finish()  # nothing is left to do
     assert here.versions() == 9
@@ -262,8 +262,8 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(
     )
     assert read_json(here.run.folder / "result.json") == result
     for number in (1, 2, 3):
-        spent = sum(e["seconds"] for (of, _), e in done.items() if of == number)
-        assert result["seconds"][f"block-{number}"] == pytest.approx(spent, abs=0.06), (
+        seconds = sum(e["seconds"] for (of, _), e in reports.items() if of == number)
+        assert result["seconds"][f"block-{number}"] == pytest.approx(seconds, abs=0.06), (
             "of all tasks, whatever process had them"
         )
 

@@ -36,5 +36,7 @@ def test_another_process_writes_the_same_files(tmp_path: Path, corpus_folder: Pa
 
 def test_who_asks_for_it_does_not_load_torch() -> None:
     code = "import sys, blocktrain.runs.prepare; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "False\n"

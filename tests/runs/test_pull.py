@@ -46,11 +46,11 @@ def test_a_pulled_folder_is_updated_and_only_changed_blocks_are_fetched(
         ("block-1", "block-2", "block-3"), 0
     )
     run.worker().run(finishing=lambda: len(run.events("accepted")) >= 1)
-    moved = run.events("accepted")[0]["block"]
+    changed_block = run.events("accepted")[0]["block"]
     client = CountingClient(run)
     versions = pull(client, out)
-    assert versions.summary[f"block-{moved}"] == 1
-    assert client.fetched == [versions.versions[moved].weights.sha256]
+    assert versions.summary[f"block-{changed_block}"] == 1
+    assert client.fetched == [versions.versions[changed_block].weights.sha256]
     load_model(out, torch.device("cpu"))
 
     client = CountingClient(run)

@@ -232,8 +232,8 @@ def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
     create = create_run(tmp_path / "larger", config.replace(blocks=64), data, reference=reference)
     shutil.move(create.folder / "config.toml", folder / "config.toml")
     source, page = _report(folder)
-    drawn = source[source.index('id="ce"') : source.index('id="ranges"')]
-    assert drawn.count("path after block") == 24
+    chart = source[source.index('id="ce"') : source.index('id="ranges"')]
+    assert chart.count("path after block") == 24
     assert all(f"path after block {n}" in page.text for n in range(1, 65))
 
 

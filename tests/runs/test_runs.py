@@ -51,10 +51,10 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_what_is_written_is_what_is_read(finished: Path) -> None:
     run, config, data, reference = open_run(finished)
     assert (run.folder, config, data, reference) == (finished, MODEL.config, "stdlib", False)
-    settings, told = read_settings(
+    settings, about = read_settings(
         finished / "config.toml"
     )  # which --config of another run may name
-    assert make_config(settings) == config and told["data"] == "stdlib"
+    assert make_config(settings) == config and about["data"] == "stdlib"
     model = load_model(finished, CPU)
     assert model.config == MODEL.config
     assert model.pool_weights is not None and model.pool_weights.tolist() == [0.75]
@@ -199,7 +199,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_atomic(path, "no bytes")  # type: ignore[arg-type]
     assert path.read_bytes() == b"new"
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 def test_events_are_read_while_written_and_without_a_torn_line(tmp_path: Path) -> None:

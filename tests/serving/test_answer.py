@@ -24,20 +24,20 @@ def test_what_is_shown_ends_before_the_first_stop_word_however_it_came(
     )
     for size in (1, 3, 50):
         output = Output(lambda token: bytes([token]), stop)
-        shown = b""
+        visible = b""
         for i in range(0, len(text), size):
             if not output.stopped:
                 output.take(text[i : i + size])
-                shown += output.show(final=output.stopped or i + size >= len(text))
+                visible += output.show(final=output.stopped or i + size >= len(text))
         if first is not None:
             assert output.stopped
             # Of two words that end at the same byte either may be cut off.
-            assert shown in {
+            assert visible in {
                 text[:first].removesuffix(w) for w in stop if text[:first].endswith(w)
             }, expected
         elif text:
-            assert (output.stopped, shown) == (False, text)
-        assert output.tokens == len(shown)
+            assert (output.stopped, visible) == (False, text)
+        assert output.tokens == len(visible)
 
 
 def test_a_stop_word_may_begin_and_end_inside_a_token() -> None:

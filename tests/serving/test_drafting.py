@@ -67,8 +67,8 @@ def test_a_drafter_keeps_its_guesses_as_long_as_the_text_agrees() -> None:
         other = prompt + first[:3] + (first[3] ^ 1,)
         assert drafter.ready(other) == 0
         assert drafter.draft(other, 0, 5) == expected(other, 5)
-        moved = tuple(range(30))
-        assert drafter.draft(moved, window_start(30, CONTEXT), 2) == expected(moved, 2)
+        longer = tuple(range(30))
+        assert drafter.draft(longer, window_start(30, CONTEXT), 2) == expected(longer, 2)
 
 
 def test_a_block_of_the_paper_cannot_draft() -> None:

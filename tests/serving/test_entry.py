@@ -61,12 +61,12 @@ PROMPT = bytes(range(65, 65 + 50))
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    found = {name: saved(model, folder / name) for name, model in MODELS.items()}
+    folders = {name: saved(model, folder / name) for name, model in MODELS.items()}
     reference = build_reference(FUSE.config)
     for layer in reference.layers:
         torch.nn.init.normal_(layer.down.weight, std=0.1)  # type: ignore[union-attr,arg-type]
-    publish(RunFolder(found["fuse"]), REFERENCE, reference)
-    return found
+    publish(RunFolder(folders["fuse"]), REFERENCE, reference)
+    return folders
 
 
 class Drafting(Pace):
@@ -92,7 +92,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 @asynccontextmanager
 async def serving(
     folder: Path,
-    *held: Sequence[int],
+    *groups: Sequence[int],
     pace: Pace | None = None,
     reference: bool = False,
     **options: Any,
@@ -100,7 +100,7 @@ async def serving(
     """An entry and a stage for each group of blocks, all gone at the end."""
     async with AsyncExitStack() as stack:
         stages = []
-        for blocks in held:
+        for blocks in groups:
             stage = Stage(serve_blocks(RunModel(folder, reference=reference), blocks))
             await stage.start()
             stack.push_async_callback(stage.aclose)
@@ -140,7 +140,7 @@ def reader_of(stages: Sequence[Stage]) -> Stage:
 
 
 @pytest.mark.parametrize(
-    ("name", "held"),
+    ("name", "groups"),
     [
         ("fuse", ()),
         ("fuse", ((2, 3),)),
@@ -151,12 +151,12 @@ def reader_of(stages: Sequence[Stage]) -> Stage:
 )
 @in_a_loop
 async def test_one_host_or_many_write_what_generate_writes(
-    runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]
+    runs: dict[str, Path], name: str, groups: Sequence[Sequence[int]]
 ) -> None:
     model = MODELS[name]
-    async with serving(runs[name], *held) as (entry, stages):
+    async with serving(runs[name], *groups) as (entry, stages):
         assert entry.status()["model"]["local_blocks"] == [
-            n for n in (1, 2, 3) if n == 1 or not any(n in h for h in held)
+            n for n in (1, 2, 3) if n == 1 or not any(n in h for h in groups)
         ]
         for length, count in [(1, 20), (50, 12)]:
             expected = alone(model, count, length, seed=3)
@@ -164,7 +164,7 @@ async def test_one_host_or_many_write_what_generate_writes(
                 text, stats = await write(entry, count, length, mode=mode, seed=3)
                 assert text == expected, mode
                 assert stats.prompt_bytes_cut == (40 if length == 50 else 0)
-                assert (stats.wire_bytes > 0) == bool(held)
+                assert (stats.wire_bytes > 0) == bool(groups)
                 assert stats.failovers == 0 == len(stats.degraded)
                 assert mode == "exact" or stats.sweeps == count
                 assert mode != "exact" or len(text) == stats.accepted + stats.sweeps
@@ -216,10 +216,10 @@ async def test_temperature_top_p_stop_and_lengths(runs: dict[str, Path]) -> None
 async def test_eight_users_at_once_each_get_their_own_text(runs: dict[str, Path]) -> None:
     async with serving(runs["fuse"], (2,), (3,)) as (entry, stages):
         modes = ["exact", "autoregressive"] * 4
-        found = await asyncio.gather(
+        texts = await asyncio.gather(
             *(write(entry, 14, seed=seed, mode=mode) for seed, mode in enumerate(modes))
         )
-        for seed, (text, _) in enumerate(found):
+        for seed, (text, _) in enumerate(texts):
             assert text == alone(FUSE, 14, seed=seed)
         assert entry.status()["sessions"] == 0
         await until_async(lambda: not any(stage.sessions for stage in stages))
@@ -285,12 +285,12 @@ async def interrupted(
     entry: Entry, when: int, happens: Callable[[], Awaitable[None]], count: int = 40, **request: Any
 ) -> tuple[bytes, Stats]:
     """An answer during which something happens after so many bytes."""
-    text, done = b"", False
+    text, struck = b"", False
     piece: Piece | None = None
     async for piece in entry.generate(Request(PROMPT[:10], count, **request)):
         text += piece.text
-        if len(text) >= when and not done:
-            done = True
+        if len(text) >= when and not struck:
+            struck = True
             await happens()
     assert piece is not None
     return text, piece.stats
@@ -309,12 +309,12 @@ async def test_another_holder_takes_over_and_the_text_is_the_same(
         assert (stats.failovers, stats.degraded) == (1, ())
 
 
-def serve_stage(folder: Path, blocks: Sequence[int], said: Connection) -> None:
+def serve_stage(folder: Path, blocks: Sequence[int], pipe: Connection) -> None:
     """A stage in a process of its own."""
 
     async def run() -> None:
         stage = Stage(serve_blocks(RunModel(folder), blocks))
-        said.send(await stage.start())
+        pipe.send(await stage.start())
         await asyncio.Event().wait()
 
     asyncio.run(run())
@@ -483,7 +483,7 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "options"),
     [
         ("fuse", {}),
         ("fuse", {"mode": "autoregressive"}),
@@ -493,14 +493,14 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
 )
 @in_a_loop
 async def test_an_answer_that_takes_longer_than_its_deadline_fails(
-    runs: dict[str, Path], name: str, asked: dict[str, Any]
+    runs: dict[str, Path], name: str, options: dict[str, Any]
 ) -> None:
     async with serving(runs[name], (1, 2, 3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="not complete after"):
-            await write(entry, 100_000, deadline=0.3, **asked)
+            await write(entry, 100_000, deadline=0.3, **options)
         mute(stages[0])
         with pytest.raises(AnswerFailed, match="not complete after"):
-            await write(entry, 1, deadline=0.3, **asked)
+            await write(entry, 1, deadline=0.3, **options)
         await until_async(lambda: not stages[0].sessions and not entry.status()["sessions"])
 
 
@@ -563,14 +563,14 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "held"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))]
+    ("name", "groups"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))]
 )
 @in_a_loop
 async def test_the_paper_s_path_is_the_same_as_a_ring(
-    runs: dict[str, Path], name: str, held: Sequence[Sequence[int]]
+    runs: dict[str, Path], name: str, groups: Sequence[Sequence[int]]
 ) -> None:
     model = MODELS[name]
-    async with serving(runs[name], *held) as (entry, stages):
+    async with serving(runs[name], *groups) as (entry, stages):
         assert (await write(entry, 12, mode="autoregressive", seed=2))[0] == alone(
             model, 12, seed=2
         )
@@ -590,13 +590,13 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(
         await until_async(lambda: not any(stage.sessions for stage in stages))
 
 
-@pytest.mark.parametrize("held", [(), ((1, 2), (3, 4))])
+@pytest.mark.parametrize("groups", [(), ((1, 2), (3, 4))])
 @in_a_loop
 async def test_the_reference_is_served_by_layers(
-    runs: dict[str, Path], held: Sequence[Sequence[int]]
+    runs: dict[str, Path], groups: Sequence[Sequence[int]]
 ) -> None:
     async with (
-        serving(runs["fuse"], *held, reference=True) as (entry, _),
+        serving(runs["fuse"], *groups, reference=True) as (entry, _),
         serving(runs["fuse"], reference=True) as (local, _),
     ):
         text, stats = await write(entry, 24, mode="autoregressive", seed=1)

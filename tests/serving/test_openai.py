@@ -107,65 +107,65 @@ def test_the_text_is_that_of_generate(
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), count)
-    told = answer.model_extra["blocktrain"] if answer.model_extra else {}
+    details = answer.model_extra["blocktrain"] if answer.model_extra else {}
     assert (
-        told["mode"] == mode
-        and told["seed"] == 7
-        and told["degraded"] == []
-        and told["failovers"] == 0
+        details["mode"] == mode
+        and details["seed"] == 7
+        and details["degraded"] == []
+        and details["failovers"] == 0
     )
-    assert 1 <= told["sweeps"] <= count
+    assert 1 <= details["sweeps"] <= count
 
 
 def test_sweeps_are_those_of_generate(alone: Process, model: Model) -> None:
     sampler = Sampler(3, TEMPERATURE)
-    written = bytes(write(model, b"the ", 24, sampler, mode="sweep", sweeps=2))
+    text = bytes(write(model, b"the ", 24, sampler, mode="sweep", sweeps=2))
     extra = {"mode": "sweep", "sweeps": 2}
     with client(alone) as api:
         answer = api.completions.create(
             model="small", prompt="the ", max_tokens=24, seed=3, extra_body=extra
         )
-    assert answer.choices[0].text == written.decode(errors="replace")
+    assert answer.choices[0].text == text.decode(errors="replace")
     assert answer.model_extra is not None and answer.model_extra["blocktrain"]["sweeps"] <= 2
 
 
 def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> None:
     with client(alone) as api:
-        asked = {
+        request = {
             "model": "small",
             "prompt": "the ",
             "max_tokens": 40,
             "seed": 11,
             "stream_options": {"include_usage": True},
         }
-        chunks = list(api.completions.create(stream=True, **asked))  # type: ignore[call-overload]
+        chunks = list(api.completions.create(stream=True, **request))  # type: ignore[call-overload]
     *pieces, last = chunks
     assert "".join(chunk.choices[0].text for chunk in pieces) == expected(model, b"the ", 40, 11)
     assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + [
         "length"
     ]
     assert last.choices == [] and last.usage.completion_tokens == 40
-    told = [chunk.model_extra["blocktrain"] for chunk in pieces]
-    assert [t["sweeps"] for t in told] == sorted(t["sweeps"] for t in told)
+    details = [chunk.model_extra["blocktrain"] for chunk in pieces]
+    assert [t["sweeps"] for t in details] == sorted(t["sweeps"] for t in details)
     assert (
-        "accepted_per_sweep" not in told[0]
-        and sum(told[-1]["accepted_per_sweep"]) == told[-1]["accepted"]
+        "accepted_per_sweep" not in details[0]
+        and sum(details[-1]["accepted_per_sweep"]) == details[-1]["accepted"]
     )
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_several_choices_have_following_seeds(alone: Process, model: Model) -> None:
-    wanted = [expected(model, b"the ", 16, seed) for seed in (5, 6, 7)]
+    expected_texts = [expected(model, b"the ", 16, seed) for seed in (5, 6, 7)]
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt=["the "], max_tokens=16, seed=5, n=3)
-        assert [choice.text for choice in answer.choices] == wanted
+        assert [choice.text for choice in answer.choices] == expected_texts
         assert answer.usage is not None and answer.usage.completion_tokens == 48
         texts = ["", "", ""]
         for chunk in api.completions.create(
             model="small", prompt="the ", max_tokens=16, seed=5, n=3, stream=True
         ):
             texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == wanted
+    assert texts == expected_texts
 
 
 def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> None:
@@ -242,12 +242,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "param"), WRONG)
 def test_what_is_wrong_is_named(alone: Process, fields: dict[str, Any], param: str) -> None:
-    with client(alone) as api, pytest.raises(openai.BadRequestError) as told:
+    with client(alone) as api, pytest.raises(openai.BadRequestError) as error:
         api.completions.create(model="small", prompt="a", extra_body=fields)
     assert (
-        told.value.param == param and told.value.type == "invalid_request_error" and told.value.code
+        error.value.param == param
+        and error.value.type == "invalid_request_error"
+        and error.value.code
     )
-    assert param in told.value.message
+    assert param in error.value.message
 
 
 def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
@@ -292,13 +294,13 @@ def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
 def test_bodies_that_are_none(
     alone: Process, headers: dict[str, str], body: bytes, status: int, code: str
 ) -> None:
-    said = {
+    all_headers = {
         "Host": "127.0.0.1",
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
         **headers,
     }
-    answer = raw(alone, said, body)
+    answer = raw(alone, all_headers, body)
     assert (
         f" {status} " in answer.splitlines()[0]
         and json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == code
@@ -379,11 +381,11 @@ def test_those_who_find_no_place_are_told_when_to_come_again(guarded: Process) -
     with client(guarded) as api:
         with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
             next(iter(stream))
-            with pytest.raises(openai.RateLimitError, match="try again in") as told:
+            with pytest.raises(openai.RateLimitError, match="try again in") as error:
                 api.completions.create(model="small", prompt="a")
             assert (
-                1 <= int(told.value.response.headers["retry-after"]) <= 60
-                and told.value.code == "busy"
+                1 <= int(error.value.response.headers["retry-after"]) <= 60
+                and error.value.code == "busy"
             )
         patient = api.with_options(max_retries=4)
         assert (
@@ -407,14 +409,14 @@ def test_metrics_add_up(alone: Process) -> None:
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=30, seed=4, n=2)
     assert answer.model_extra is not None
-    told = answer.model_extra["blocktrain"]
+    details = answer.model_extra["blocktrain"]
     gained = {name: metric(alone, f"blocktrain_{name}") - before[name] for name in names}
     assert (
         gained["text_bytes_total"] == 60
         and gained["answers_total"] == gained["first_byte_seconds_count"] == 2
     )
     assert [gained[f"{name}_total"] for name in ("sweeps", "drafted", "accepted")] == [
-        told[n] for n in ("sweeps", "drafted", "accepted")
+        details[n] for n in ("sweeps", "drafted", "accepted")
     ]
 
 
@@ -510,17 +512,17 @@ def _killed(api: openai.OpenAI, stage: Process) -> None:
         )
         with pytest.raises(openai.APIError, match="block 3"):
             list(stream)
-        with pytest.raises(openai.InternalServerError, match="block 3") as told:
+        with pytest.raises(openai.InternalServerError, match="block 3") as error:
             other.result()
-        assert told.value.status_code == 503 and told.value.response.headers["retry-after"] == "1"
+        assert error.value.status_code == 503 and error.value.response.headers["retry-after"] == "1"
 
 
 def test_the_snippet_of_the_readme_works(
     alone: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = re.search(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None
-    code = found[1].replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
+    match = re.search(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert match is not None
+    code = match[1].replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
     assert alone.url in code and '"small"' in code
     (tmp_path / "snippet.py").write_text(code)
     runpy.run_path(str(tmp_path / "snippet.py"))

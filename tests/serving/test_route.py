@@ -144,8 +144,8 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
             ) as stage,
             closing(HttpClient(url, TOKEN)) as client,
         ):
-            told = notice(stage.said["address"], stage.said["model"])
-            until(lambda: client.stages().stages == (told,), "its announcement")
+            message = notice(stage.said["address"], stage.said["model"])
+            until(lambda: client.stages().stages == (message,), "its announcement")
             with started(
                 "serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path
             ) as entry:

@@ -81,10 +81,10 @@ async def test_remote_equals_local_bit_for_bit_in_any_chunks(model: Model) -> No
         for session, size in enumerate((1, 2, 3, 5, 17, CONTEXT)):
             await line.open(session)
             at = list(range(0, CONTEXT, size))
-            found = await asyncio.gather(
+            features = await asyncio.gather(
                 *(line.run(session, 0, i, TEXT[i : min(i + size, CONTEXT)]) for i in at)
             )
-            assert torch.equal(torch.cat(found, dim=1), expected), f"chunks of {size}"
+            assert torch.equal(torch.cat(features, dim=1), expected), f"chunks of {size}"
             await line.close(session)
         assert line.bytes_in > expected.numel() * 4 * 6 and line.bytes_out > 6 * CONTEXT
 
@@ -132,8 +132,8 @@ async def test_work_of_many_sessions_is_done_together_with_the_same_bits() -> No
         await until_async(lambda: stage.queue == sum(map(len, futures)))
         holding.gate.set()
         for text, parts in zip(texts, futures, strict=True):
-            found = torch.cat(await asyncio.gather(*parts), dim=1)
-            assert torch.equal(found, torch.stack([local(FUSE, 1, text), local(FUSE, 2, text)]))
+            features = torch.cat(await asyncio.gather(*parts), dim=1)
+            assert torch.equal(features, torch.stack([local(FUSE, 1, text), local(FUSE, 2, text)]))
     assert max(holding.together) > 2
 
 
@@ -148,8 +148,8 @@ async def test_long_and_short_work_share_their_turns_with_the_same_bits() -> Non
         futures = [line.submit(s, Run(0, 0, len(text)), text) for s, text in enumerate(texts)]
         await until_async(lambda: stage.queue == 4)
         holding.gate.set()
-        found = await asyncio.gather(*futures)
-    for text, features in zip(texts, found, strict=True):
+        results = await asyncio.gather(*futures)
+    for text, features in zip(texts, results, strict=True):
         assert torch.equal(features[0], local(WIDE, 1, text))
     assert 256 in holding.starts and max(holding.together) > 1
 
@@ -159,8 +159,8 @@ async def test_half_precision_on_the_wire_rounds_and_nothing_else() -> None:
     async with serving(fan_of(FUSE, 1)) as stage, line_to(stage) as line:
         await line.open(1, "fp16")
         before = line.bytes_in
-        found = await line.run(1, 0, 0, TEXT[:40])
-        assert torch.equal(found[0], local(FUSE, 1, TEXT[:40]).half().float())
+        features = await line.run(1, 0, 0, TEXT[:40])
+        assert torch.equal(features[0], local(FUSE, 1, TEXT[:40]).half().float())
         assert line.bytes_in - before < 40 * 16 * 2 + 200
 
 
@@ -212,10 +212,10 @@ async def test_many_sessions_on_a_ring_do_not_mix() -> None:
     async with ring_of([layers(1), layers(2, 3)]) as lines:
         ring = Ring(lines)
         await asyncio.gather(*(ring.open(session) for session in range(6)))
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(ring.run(s, Run(0, 0, 30), text) for s, text in enumerate(texts))
         )
-    for text, logits in zip(texts, found, strict=True):
+    for text, logits in zip(texts, results, strict=True):
         assert torch.equal(logits, reference_logits(reference, text))
 
 
@@ -242,9 +242,9 @@ async def test_a_ring_passes_over_what_a_newer_epoch_has_overtaken() -> None:
         late = ring.submit(1, Run(0, 3, 1), b"x")
         last = ring.submit(1, Run(1, 4, 1), TEXT[4:5])
         assert torch.equal(torch.cat([await first, await last], dim=1), expected)
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await late
-        assert caught.value.code == Why.OLD_EPOCH
+        assert refusal.value.code == Why.OLD_EPOCH
 
 
 def steps(model: Model, *numbers: int) -> EulerSteps:
@@ -263,8 +263,8 @@ async def test_the_paper_over_a_ring_equals_one_machine() -> None:
             with torch.no_grad():
                 expected = scorer(ids_of(TEXT[start:end]), start)
             z = sigma * window_noise(7, TEXT[:end], config.z_width)
-            found = await ring.run(1, Run(0, 0, end, end - start), TEXT[:end], z)
-            assert torch.equal(found, expected)
+            logits = await ring.run(1, Run(0, 0, end, end - start), TEXT[:end], z)
+            assert torch.equal(logits, expected)
 
 
 @in_loop
@@ -293,9 +293,9 @@ async def test_a_ring_whose_next_host_dies_says_so() -> None:
             with pytest.raises((StageLost, StageRefused)):
                 await ring.run(1, Run(0, 4, 1), b"e")
             await until_async(lambda: first.sessions == 0)
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await one.open(2, topology="ring", next=last.address)
-        assert caught.value.code == Why.NEXT_LOST
+        assert refusal.value.code == Why.NEXT_LOST
         assert one.alive
 
 
@@ -306,9 +306,9 @@ async def test_a_session_that_the_next_stage_dropped_ends_with_a_reason() -> Non
         await ring.open(1)
         await two.close(1)
         future = one.submit(1, Run(0, 0, 2), b"ab")
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await future
-        assert caught.value.code == Why.NEXT_LOST
+        assert refusal.value.code == Why.NEXT_LOST
 
 
 @in_loop
@@ -319,9 +319,9 @@ async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
                 [(here, there), (there, here), (here, there)]
             ):
                 await one.open(session, topology="ring", next=following.address)
-                with pytest.raises(StageRefused) as caught:
+                with pytest.raises(StageRefused) as refusal:
                     await one.open(session + 10, topology="ring", next=other.address)
-                assert caught.value.code == Why.NEXT_LOST
+                assert refusal.value.code == Why.NEXT_LOST
                 await one.close(session)
         await until_async(lambda: not first._followers)  # nobody dials for ever what is gone
 
@@ -330,11 +330,11 @@ async def test_a_next_host_that_nobody_needs_makes_room_for_another() -> None:
 
 
 async def refusal_of(
-    stage: Stage, *said: tuple[frames.Header, int, int, bytes], role: frames.Role = "entry"
+    stage: Stage, *messages: tuple[frames.Header, int, int, bytes], role: frames.Role = "entry"
 ) -> tuple[str, bool]:
     """The answer to some frames: the code, and whether the connection lives on."""
     bare = await Bare.greeted(stage, role)
-    for header, session, sequence, payload in said:
+    for header, session, sequence, payload in messages:
         bare.say(header, session, sequence, [payload] if payload else [])
     try:
         return await bare.error()
@@ -343,8 +343,8 @@ async def refusal_of(
 
 
 def opening(**changes: Any) -> frames.Open:
-    asked: dict[str, Any] = {"topology": "fan", "wire": "fp32", "width": 16, "most": CONTEXT}
-    return frames.Open(**{**asked, **changes})
+    fields: dict[str, Any] = {"topology": "fan", "wire": "fp32", "width": 16, "most": CONTEXT}
+    return frames.Open(**{**fields, **changes})
 
 
 OPEN = (opening(), 1, 0, b"")
@@ -399,9 +399,9 @@ REFUSALS: dict[str, tuple[Why, bool, Sequence[tuple[frames.Header, int, int, byt
 @pytest.mark.parametrize("name", REFUSALS)
 @in_loop
 async def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
-    why, lives, said = REFUSALS[name]
+    why, lives, messages = REFUSALS[name]
     async with serving(fan_of(FUSE, 1, 2)) as stage:
-        assert await refusal_of(stage, *said) == (why, lives)
+        assert await refusal_of(stage, *messages) == (why, lives)
         async with line_to(stage) as line:  # and nobody else notices
             await line.open(1)
             assert (await line.run(1, 0, 0, b"ab")).shape == (2, 2, 16)
@@ -459,16 +459,16 @@ async def test_strangers_are_refused_by_name() -> None:
             (KEY, fingerprint, "2" * 64, Why.WRONG_MODEL),
         ):
             line = StageLine(stage.address, Access(print_, key, model, vocabulary=VOCABULARY))
-            with pytest.raises(StageRefused) as caught:
+            with pytest.raises(StageRefused) as refusal:
                 await line.ready()
-            assert caught.value.code == code and not line.alive
+            assert refusal.value.code == code and not line.alive
             with pytest.raises(StageLost):
                 await line.open(1)
             await line.aclose()
         wider = StageLine(stage.address, Access(fingerprint, KEY, vocabulary=VOCABULARY + 1))
-        with pytest.raises(StageRefused, match="2 bytes instead of 1") as caught:
+        with pytest.raises(StageRefused, match="2 bytes instead of 1") as refusal:
             await wider.ready()
-        assert caught.value.code == Why.WRONG_ID_WIDTH
+        assert refusal.value.code == Why.WRONG_ID_WIDTH
         await wider.aclose()
         bare = await Bare.dial(stage.address)
         bare.raw(PREFIX.pack(frames.MAGIC, frames.PROTOCOL + 1, Kind.PING, 0, 0, 0, 0, 0))
@@ -505,9 +505,9 @@ async def test_a_stage_that_does_not_know_the_key_is_not_believed() -> None:
         f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
         Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY),
     )
-    with pytest.raises(StageRefused) as caught:
+    with pytest.raises(StageRefused) as refusal:
         await line.ready()
-    assert caught.value.code == Why.WRONG_KEY
+    assert refusal.value.code == Why.WRONG_KEY
     await line.aclose()
     server.close()
 
@@ -520,9 +520,9 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
     ):
         for session in range(4):
             await line.open(session)
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await line.run(3, 0, 0, b"ab")
-        assert caught.value.code == Why.TOO_MANY_SESSIONS and line.alive
+        assert refusal.value.code == Why.TOO_MANY_SESSIONS and line.alive
         await line.close(0)
         await line.open(4)
         assert (await line.run(4, 0, 0, b"ab")).shape == (3, 2, 16)
@@ -530,9 +530,9 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
             third = StageLine(
                 stage.address, Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY)
             )
-            with pytest.raises(StageRefused) as caught:
+            with pytest.raises(StageRefused) as refusal:
                 await third.ready()
-            assert caught.value.code == Why.BUSY
+            assert refusal.value.code == Why.BUSY
             await third.aclose()
 
 
@@ -557,12 +557,12 @@ async def test_late_frames_of_an_older_epoch_are_ignored() -> None:
         bare.say(Run(4, 1, 1), 1, 2, [b"x"])  # late
         bare.say(Run(5, 4, 1), 1, 3, [b"e"])
         assert isinstance((await bare.next()).header, frames.Opened)
-        found = [await bare.next(), await bare.next()]
+        answers = [await bare.next(), await bare.next()]
         assert [
-            (f.sequence, f.header.start) for f in found if isinstance(f.header, frames.Result)
+            (f.sequence, f.header.start) for f in answers if isinstance(f.header, frames.Result)
         ] == [(1, 0), (3, 4)]
         expected = local(FUSE, 1, b"abcde")
-        assert bytes(found[1].payload) == expected[4:].numpy().tobytes()
+        assert bytes(answers[1].payload) == expected[4:].numpy().tobytes()
         assert 1 not in holding.starts
         await bare.close()
 
@@ -582,9 +582,9 @@ async def test_what_a_newer_epoch_overtakes_is_not_computed() -> None:
         assert torch.equal((await new)[0], local(FUSE, 1, b"abcde")[4:])
         await first
         for draft in drafts:
-            with pytest.raises(StageRefused) as caught:
+            with pytest.raises(StageRefused) as refusal:
                 await draft
-            assert caught.value.code == Why.OLD_EPOCH
+            assert refusal.value.code == Why.OLD_EPOCH
         assert holding.starts == [0, 4]
         await until_async(lambda: stage.queue == 0)
 
@@ -595,9 +595,9 @@ async def test_what_cannot_be_computed_ends_its_session_only() -> None:
     async with serving(holding) as stage, line_to(stage) as line:
         await line.open(1)
         holding.broken = True
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await line.run(1, 0, 0, b"abc")
-        assert caught.value.code == Why.FAILED and line.alive
+        assert refusal.value.code == Why.FAILED and line.alive
         holding.broken = False
         await line.open(2)
         assert torch.equal((await line.run(2, 0, 0, b"abc"))[0], local(FUSE, 1, b"abc"))
@@ -638,9 +638,9 @@ async def test_idle_sessions_are_dropped() -> None:
         await line.open(1)
         await line.run(1, 0, 0, b"abc")
         await until_async(lambda: stage.sessions == 0)
-        with pytest.raises(StageRefused) as caught:
+        with pytest.raises(StageRefused) as refusal:
             await line.run(1, 0, 3, b"d")
-        assert caught.value.code == Why.UNKNOWN_SESSION and line.alive
+        assert refusal.value.code == Why.UNKNOWN_SESSION and line.alive
 
 
 @in_loop
@@ -704,8 +704,8 @@ async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
                     break
             return await refused
 
-        found = await asyncio.gather(trickle(mute, ping), trickle(known, run))
-        assert list(found) == [(Why.TOO_SLOW, False)] * 2
+        refusals = await asyncio.gather(trickle(mute, ping), trickle(known, run))
+        assert list(refusals) == [(Why.TOO_SLOW, False)] * 2
         assert stage.sessions == 0
 
 
@@ -747,8 +747,8 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
 
         async def trickle() -> None:
             while True:
-                gone = [place for place, bare in enumerate(crowd) if bare.writer.is_closing()]
-                for place in gone[:20]:  # they come back
+                closed = [place for place, bare in enumerate(crowd) if bare.writer.is_closing()]
+                for place in closed[:20]:  # they come back
                     crowd[place] = await Bare.dial(stage.address)
                 for bare in crowd:
                     if not bare.writer.is_closing():
@@ -760,10 +760,10 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
         for session in range(5):
             async with line_to(stage) as line:
                 await line.open(session)
-                found = [
+                results = [
                     await line.run(session, 0, i, TEXT[i : i + 4]) for i in range(0, CONTEXT, 4)
                 ]
-                assert torch.equal(torch.cat(found, dim=1)[0], expected)
+                assert torch.equal(torch.cat(results, dim=1)[0], expected)
         assert not trickling.done()
         trickling.cancel()
         for bare in crowd:
@@ -774,7 +774,7 @@ async def test_three_hundred_trickling_connections_do_not_stop_an_honest_user() 
 async def test_mutated_bytes_at_a_living_stage() -> None:
     draw = random.Random(1)
     hello = b"".join(frames.encode(frames.Hello("entry", bytes(32), bytes(32), "0" * 64, 1)))
-    said = b"".join(
+    stream = b"".join(
         b"".join(frames.encode(h, s, n, [p]))
         for h, s, n, p in (OPEN, GOOD, (Run(1, 1, 2), 1, 2, b"xy"))
     )
@@ -790,7 +790,7 @@ async def test_mutated_bytes_at_a_living_stage() -> None:
                 if number % 4
                 else await Bare.dial(stage.address)
             )
-            bare.raw(bytes(mutated(said if number % 4 else hello, draw)))
+            bare.raw(bytes(mutated(stream if number % 4 else hello, draw)))
             await bare.close()
         assert torch.equal((await line.run(1, 0, 0, TEXT[:9]))[0], local(FUSE, 1, TEXT[:9]))
         await until_async(lambda: stage.sessions == 1)

@@ -89,12 +89,12 @@ def test_silence_counts_from_when_something_was_due_and_grants_a_round_trip() ->
     now = 100.0  # nothing was due until now
     heartbeat.on_request(now, due=False)
     heartbeat.beat(now, due=True)
-    gone = None
-    while gone is None:
+    lost_at = None
+    while lost_at is None:
         beat = heartbeat.beat(now, due=True)
-        gone = now if beat.lost else None
+        lost_at = now if beat.lost else None
         now += beat.again
-    assert 100 + SILENCE + 0.1 - 1e-9 <= gone <= 100 + SILENCE + 0.12
+    assert 100 + SILENCE + 0.1 - 1e-9 <= lost_at <= 100 + SILENCE + 0.12
 
 
 def test_whatever_arrives_is_a_sign_of_life() -> None:
@@ -195,9 +195,9 @@ async def test_who_does_not_wait_any_more_disturbs_nobody() -> None:
     holding.seconds = 0.1
     async with serving(holding) as stage, line_to(stage) as line:
         await line.open(1)
-        left = asyncio.ensure_future(line.run(1, 0, 0, b"ab"))
+        task = asyncio.ensure_future(line.run(1, 0, 0, b"ab"))
         await asyncio.sleep(0)
-        left.cancel()
+        task.cancel()
         assert (await line.run(1, 0, 2, b"c")).shape == (3, 1, 16)
         closed = line.submit(1, Run(0, 3, 1), b"d")
         await line.close(1)
@@ -229,9 +229,9 @@ async def test_nobody_at_home_is_told_in_time() -> None:
 
 @contextlib.asynccontextmanager
 async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine]:
-    """A line to somebody who says this when it is asked, one after the other, and hangs up."""
+    """A line to a stage that sends these frames when asked, and closes the connection."""
     facts = fan_of(MODEL_4, 1).facts
-    held = frames.Welcome(
+    claim = frames.Welcome(
         bytes(32),
         facts.kind,
         facts.blocks,
@@ -249,7 +249,7 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
             while data := await reader.read(65536):
                 for frame in decoder.feed(data):
                     if isinstance(frame.header, frames.Hello):
-                        welcome = handshake.prove_welcome(KEY, bytes(32), frame.header.nonce, held)
+                        welcome = handshake.prove_welcome(KEY, bytes(32), frame.header.nonce, claim)
                         writer.write(b"".join(frames.encode(welcome)))
                     elif isinstance(frame.header, Run):
                         for piece in answer():
@@ -325,9 +325,9 @@ async def test_mutated_answers_break_nothing() -> None:
 @in_loop
 async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
     authority = trustme.CA()
-    shown = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(shown)
-    stage = Stage(fan_of(MODEL_4, 1), Guard(KEY, shown))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    stage = Stage(fan_of(MODEL_4, 1), Guard(KEY, context))
     await stage.start()
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
@@ -361,12 +361,12 @@ def test_it_works_on_the_other_event_loop_too() -> None:
     async def ask() -> None:
         async with serving(fan_of(MODEL_4, 1)) as stage, line_to(stage) as line:
             await line.open(1)
-            found = await asyncio.gather(
+            features = await asyncio.gather(
                 *(line.run(1, 0, i, TEXT[i : i + 4]) for i in range(0, 32, 4))
             )
             with torch.no_grad():
                 assert torch.equal(
-                    torch.cat(found, dim=1)[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0]
+                    torch.cat(features, dim=1)[0], LocalStage(MODEL_4, 1)(ids_of(TEXT), 0)[0]
                 )
             assert line.rtt_ms > 0
             await line.close(1)
@@ -381,9 +381,9 @@ def test_it_works_on_the_other_event_loop_too() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("runs") / "run"
-    run_folder(made, CONFIG)
-    return made
+    path = tmp_path_factory.mktemp("runs") / "run"
+    run_folder(path, CONFIG)
+    return path
 
 
 def test_a_stage_loads_only_the_blocks_that_it_serves(folder: Path, tmp_path: Path) -> None:
@@ -488,21 +488,21 @@ def process(folder: Path, tmp_path: Path) -> Iterator[Started]:
 
 
 def test_a_stage_in_a_process_of_its_own(process: Started) -> None:
-    started, said = process
+    started, announcement = process
     assert (
-        said["blocks"] == [2, 3]
-        and said["kind"] == "blocks"
-        and said["fingerprint"] == CONFIG.fingerprint
+        announcement["blocks"] == [2, 3]
+        and announcement["kind"] == "blocks"
+        and announcement["fingerprint"] == CONFIG.fingerprint
     )
 
     async def ask() -> None:
-        async with line_to(said["address"], CONFIG.fingerprint) as line:
+        async with line_to(announcement["address"], CONFIG.fingerprint) as line:
             await line.open(1)
-            found = await line.run(1, 0, 0, TEXT)
+            features = await line.run(1, 0, 0, TEXT)
             with torch.no_grad():
                 for place, number in enumerate((2, 3)):
                     assert torch.equal(
-                        found[place], LocalStage(MODEL_4, number)(ids_of(TEXT), 0)[0]
+                        features[place], LocalStage(MODEL_4, number)(ids_of(TEXT), 0)[0]
                     )
             started.send_signal(signal.SIGSTOP)  # it will not answer
             waiting = line.submit(1, Run(1, 0, 32), TEXT)
@@ -524,5 +524,9 @@ def test_ctrl_c_ends_it(process: Started) -> None:
 
 
 def test_a_key_is_needed_beyond_this_machine(folder: Path, tmp_path: Path) -> None:
-    done = blocktrain("stage", str(folder), "--listen", "0.0.0.0:0", cwd=tmp_path)
-    assert done.returncode == 2 and "--key FILE" in done.stderr and "Traceback" not in done.stderr
+    result = blocktrain("stage", str(folder), "--listen", "0.0.0.0:0", cwd=tmp_path)
+    assert (
+        result.returncode == 2
+        and "--key FILE" in result.stderr
+        and "Traceback" not in result.stderr
+    )

@@ -79,20 +79,20 @@ class Picker:
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler = sampler
-        self._tied: set[int] = set()  # positions
+        self._ties: set[int] = set()  # positions
 
     def picks(self, logits: Tensor, first: int) -> Iterator[int]:
         """The tokens of positions `first` and on from their logits (T, V), computed on demand."""
         for i, row in enumerate(logits):
             scores = self.sampler.scores(row, first + i)
             second, best = np.partition(scores, -2)[-2:]
-            (self._tied.add if best - second < NEAR_TIE else self._tied.discard)(first + i)
+            (self._ties.add if best - second < NEAR_TIE else self._ties.discard)(first + i)
             yield int(scores.argmax())
 
     @property
     def near_ties(self) -> int:
         """Positions whose two best tokens were closer than NEAR_TIE when last picked."""
-        return len(self._tied)
+        return len(self._ties)
 
 
 # -- the text
@@ -321,7 +321,7 @@ class Drafter:
         logits (V,) after the last of them."""
         self._read_ids, self._sampler = read, sampler
         self._ids: Tokens = ()  # the text and the guesses behind it
-        self._begin = self._read = 0  # the cache knows ids[begin:read]
+        self._begin = self._end = 0  # the cache knows ids[begin:end]
 
     def ready(self, text: Tokens) -> int:
         """How many guesses there are that still follow this text."""
@@ -329,21 +329,21 @@ class Drafter:
 
     def knows(self, begin: int) -> bool:
         """Whether the block has read this window."""
-        return self._begin == begin and self._read > begin
+        return self._begin == begin and self._end > begin
 
     def draft(self, text: Tokens, begin: int, count: int) -> Tokens:
         """`count` tokens that may follow the text, whose window starts at `begin`."""
         if self._ids[: len(text)] != text:
-            self._read = min(self._read, common_prefix(self._ids, text))
+            self._end = min(self._end, common_prefix(self._ids, text))
             self._ids = text
         if begin != self._begin:
-            self._begin = self._read = begin
+            self._begin = self._end = begin
         while len(self._ids) < len(text) + count:
             # If all was read already, the last token is read again: its logits are needed.
-            read = min(self._read, len(self._ids) - 1)
-            logits = self._read_ids(self._ids[read:], read - begin)
-            self._read = len(self._ids)
-            self._ids += (self._sampler.pick(logits, self._read),)
+            start = min(self._end, len(self._ids) - 1)
+            logits = self._read_ids(self._ids[start:], start - begin)
+            self._end = len(self._ids)
+            self._ids += (self._sampler.pick(logits, self._end),)
         return self._ids[len(text) : len(text) + count]
 
 

@@ -143,7 +143,7 @@ def measure_replay(options: TransportOptions, report: Report) -> Result:
         }
 
     result = run_trial(trial, report, replay)
-    kept = {
+    figures = {
         key: result[key]
         for key in (
             "updates",
@@ -158,7 +158,7 @@ def measure_replay(options: TransportOptions, report: Report) -> Result:
     }
     return {
         "equal_hashes": result["equal"],
-        "replay": {**kept, "valid_ce": result["ce"]["composed"]},
+        "replay": {**figures, "valid_ce": result["ce"]["composed"]},
     }
 
 
@@ -176,16 +176,16 @@ def measure_workers(options: TransportOptions, report: Report) -> Result:
             options.trial(name, config, Policy(task_steps=sizes.task_steps), [Placement()] * count),
             report,
         )
-        trained = sum(w["accepted"] for w in result["workers"])
-        moved = {"gb": _gb(result), "seconds": result["seconds"]}
+        accepted_steps = sum(w["accepted"] for w in result["workers"])
+        costs = {"gb": _gb(result), "seconds": result["seconds"]}
         rows.append(
             {
                 "name": name,
                 "workers": count,
                 "steps": steps,
-                "trained_steps": trained,
+                "trained_steps": accepted_steps,
                 "valid_ce": result["ce"]["pool"],
-                **moved,
+                **costs,
             }
         )
     base = rows[0]["valid_ce"]
@@ -299,13 +299,13 @@ def measure_outer(options: TransportOptions, report: Report) -> Result:
             result = run_trial(
                 options.trial(f"outer-{outer}-{steps}", config, policy, [Placement()] * 4), report
             )
-            moved = {
+            costs = {
                 "gb": _gb(result),
                 "versions": result["versions"],
                 "seconds": result["seconds"],
             }
             rows.append(
-                {"outer": outer, "task_steps": steps, "valid_ce": result["ce"]["pool"], **moved}
+                {"outer": outer, "task_steps": steps, "valid_ce": result["ce"]["pool"], **costs}
             )
     return {"outer": rows}
 
@@ -346,7 +346,7 @@ def plot_transport(path: Path, result: Result) -> bool:
         if part == "hosts":
             hosts = result["hosts"]
             axes.plot(
-                [moved / 1e9 for _, moved, _ in hosts["curve"]],
+                [size / 1e9 for _, size, _ in hosts["curve"]],
                 [loss for *_, loss in hosts["curve"]],
                 color="#0072b2",
             )
