@@ -1,4 +1,4 @@
-"""The bench commands: measure with a progress bar, and put command, seed and machine first."""
+"""The bench commands. A result begins with command, seed and machine."""
 
 from __future__ import annotations
 

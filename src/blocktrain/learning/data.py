@@ -70,7 +70,7 @@ class Corpus:
         return Corpus(self.name, train, calibration, tokenizer.encode(text.valid), text)
 
     def limit_valid(self, size: int | None) -> Corpus:
-        """This text with a valid part of at most so many bytes; None keeps all of it."""
+        """This text with a valid part of at most `size` bytes; None keeps all of it."""
         return replace(self, valid=self.valid[:size])
 
     @property

@@ -160,7 +160,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Draft:
-    """Send back up to `most` tokens that may follow the text; exactly so many if `whole`."""
+    """Send back up to `most` tokens that may follow the text; exactly `most` if `whole`."""
 
     most: int
     whole: bool = True

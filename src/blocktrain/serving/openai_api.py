@@ -139,7 +139,7 @@ class OpenAIApi:
         self.front = ServingFront(rules, self.metrics)
 
     async def health(self, _: Request, __: Send) -> Response:
-        """GET /healthz: whether it can answer now, and the blocks that nobody holds. No key."""
+        """GET /healthz: whether it can answer now, and the blocks without a holder. No key."""
         able, missing = self._able()
         return JSONResponse(
             {"ok": able, "model": self.rules.model, "missing_blocks": missing}, 200 if able else 503
@@ -154,7 +154,7 @@ class OpenAIApi:
         return JSONResponse(body, 200 if able else 503)
 
     def _able(self) -> tuple[bool, list[int]]:
-        """Whether an answer can be written now, and the blocks that nobody holds."""
+        """Whether an answer can be written now, and the blocks without a holder."""
         missing = self.entry.missing_blocks()
         return not missing or (self.entry.fan and self.rules.defaults.allow_degraded), missing
 
@@ -274,7 +274,7 @@ class OpenAIApi:
 
 
 def degraded_header(missing: Iterable[int]) -> dict[str, str]:
-    """Says on the answer itself which blocks it was written without."""
+    """A header that names the blocks that were missing, if any."""
     blocks = sorted(missing)
     return {"X-BlockTrain-Degraded": name_blocks(blocks)} if blocks else {}
 

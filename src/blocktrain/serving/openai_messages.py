@@ -99,7 +99,7 @@ class Completion(BaseModel):
     @field_validator("prompt", mode="before")
     @classmethod
     def _one_text(cls, value: Any) -> Any:
-        """A list of one is the one."""
+        """Accept a list that holds one text."""
         if isinstance(value, list):
             if len(value) != 1 or not isinstance(value[0], str):
                 raise ValueError(
@@ -111,7 +111,7 @@ class Completion(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _some_texts(cls, value: Any) -> Any:
-        """One text is a list of one."""
+        """Accept one text in place of a list."""
         texts = [value] if isinstance(value, str) else value
         if texts is None:
             return None

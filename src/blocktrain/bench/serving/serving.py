@@ -73,7 +73,7 @@ class Sizes:
     users: int = 8
     quality_texts: int = 32  # texts of which the quality is the mean
     texts: int = 40  # that are compared position by position ...
-    text: int = 512  # ... with so many bytes each
+    text: int = 512  # ... with this many bytes each
     hops: int = 500
     first_bytes: int = 9
 

@@ -47,7 +47,7 @@ class Placement:
     """The host of a worker, and its speed."""
 
     host: int | None = None  # number of the distant host; None: beside the coordinator
-    slow: float = 1.0  # so many times slower than the others
+    slow: float = 1.0  # this many times slower than the others
 
 
 @dataclass(frozen=True)

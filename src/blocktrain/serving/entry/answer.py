@@ -35,7 +35,7 @@ from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.ring import RingSession
 
 SLICE = 8  # tokens that are drafted before another answer may compute
-LOOK_SECONDS = 0.005  # between two looks whether there is time to draft on
+LOOK_SECONDS = 0.005  # between two checks whether the thread is idle
 
 Finish = Literal["stop", "length"]
 
@@ -96,7 +96,7 @@ class SharedCompute:
 
 
 class Output:
-    """The text of an answer as it may be shown: up to a stop word, and no part of one."""
+    """The text that may be shown: it ends before a stop word, and holds no part of one."""
 
     def __init__(self, decode: Callable[[int], bytes], stop: Sequence[bytes] = ()) -> None:
         self._decode = decode
@@ -240,7 +240,7 @@ class TextAnswer:
         return logits
 
     async def _overlap(self, step: Score) -> Tensor:
-        """A sweep, while which drafting goes on."""
+        """Sweep, and go on drafting meanwhile."""
         sweep = asyncio.create_task(self._score(step))
         sweep.add_done_callback(retrieve_exception)
         try:
@@ -295,7 +295,7 @@ class TextAnswer:
 
     @contextlib.asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:
-        """Fail the answer at its deadline, whatever it waits for then."""
+        """Fail the answer at its deadline."""
         try:
             async with asyncio.timeout_at(self.deadline):
                 yield

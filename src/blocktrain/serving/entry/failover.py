@@ -35,7 +35,7 @@ AVOID_SECONDS = 1.0  # how long a stage that refused is not asked again
 # the next time.
 HANG_SECONDS = 20.0
 HANG_AVOID_SECONDS = 60.0  # how long a stage that hung is avoided
-RETRY_SECONDS, CHECK_SECONDS = 0.02, 0.25  # between two looks at which stages are there
+RETRY_SECONDS, CHECK_SECONDS = 0.02, 0.25  # between two checks of the stages
 RESULT_BYTES = frames.PREFIX.size + 16  # of a RESULT without its features
 
 

@@ -181,5 +181,5 @@ class RingSession:
 
     async def aclose(self) -> None:
         """Free the session everywhere."""
-        with contextlib.suppress(BlockTrainError):  # it went with its stage
+        with contextlib.suppress(BlockTrainError):  # the session is gone with its stage
             await self._walk.aclose()

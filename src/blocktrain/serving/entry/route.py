@@ -17,7 +17,7 @@ WRONG = frozenset(
     {Why.WRONG_KEY, Why.WRONG_FINGERPRINT, Why.WRONG_MODEL, Why.WRONG_PROTOCOL}
 )  # waiting does not help
 GHOST_SECONDS = 10.0  # then no answer waits for a lost stage; its line still reconnects
-LOOK_SECONDS = 5.0  # between two questions to a coordinator
+LOOK_SECONDS = 5.0  # between two requests to the coordinator
 
 FindStages = Callable[[str], Awaitable[Sequence[str]]]
 """Where the stages of the model with this hash are now."""

@@ -196,7 +196,7 @@ class StageLine:
         self._send(connection, frames.encode(run, session, sequence, payload))
 
     def forget(self, session: int, sequence: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Stop waiting for this answer."""
         if known := self._sessions.get(session):
             known.due.pop(sequence, None)
 

@@ -164,7 +164,7 @@ def open_session(
 
 
 def most_payload(served: ServedBlocks, kind: Kind) -> int:
-    """The largest payload of any session here; so much is skipped if its session is gone."""
+    """The largest payload of any session; a RUN of an unknown session is skipped up to this."""
     if kind != Kind.RUN:
         return 0
     facts = served.facts
