@@ -26,7 +26,7 @@ def tiny(**changes: Any) -> Config:
     return make_config({"width": 32, "heads": 2, "context": 16, "batch": 4, **changes})
 
 
-def saved_by(function: Any, constants: list[Tensor]) -> dict[int, int]:
+def saved_sizes(function: Any, constants: list[Tensor]) -> dict[int, int]:
     counted = SavedActivations(storages(constants))
     with counted.hooks():
         out = function()
@@ -60,17 +60,17 @@ def test_one_thread_puts_back_what_was_set_even_after_an_error() -> None:
 def test_parameters_that_autograd_saves_are_not_activations() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     x = torch.randn(4, 8, requires_grad=True)
-    assert sum(saved_by(lambda: x @ weight, [weight]).values()) == 4 * 8 * FLOAT
+    assert sum(saved_sizes(lambda: x @ weight, [weight]).values()) == 4 * 8 * FLOAT
     assert (
-        sum(saved_by(lambda: x @ weight.T, [weight]).values()) == 4 * 8 * FLOAT
+        sum(saved_sizes(lambda: x @ weight.T, [weight]).values()) == 4 * 8 * FLOAT
     )  # a view of a parameter is the parameter
 
 
 def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive() -> None:
     x = torch.randn(6, 10, requires_grad=True)
-    assert sum(saved_by(lambda: x * x, []).values()) == 60 * FLOAT
-    assert sum(saved_by(lambda: x[:1] * x[2:3], []).values()) == 60 * FLOAT
-    assert sum(saved_by(lambda: x.exp().exp(), []).values()) == 120 * FLOAT
+    assert sum(saved_sizes(lambda: x * x, []).values()) == 60 * FLOAT
+    assert sum(saved_sizes(lambda: x[:1] * x[2:3], []).values()) == 60 * FLOAT
+    assert sum(saved_sizes(lambda: x.exp().exp(), []).values()) == 120 * FLOAT
 
 
 def test_a_worker_holds_little_more_than_its_share() -> None:

@@ -52,15 +52,15 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def bench_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("quality") / "bench"
     process = bench(folder)
     assert process.returncode == 0, process.stderr
     return folder, json.loads(process.stdout)
 
 
-def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any]]) -> None:
-    folder, result = measured
+def test_every_row_is_there_with_its_figures(bench_result: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = bench_result
     assert [row["name"] for row in result["rows"]] == NAMES
     by_name = {row["name"]: row for row in result["rows"]}
     for row in result["rows"]:
@@ -77,8 +77,8 @@ def test_every_row_is_there_with_its_figures(measured: tuple[Path, dict[str, Any
     assert (folder / "quality.png").stat().st_size > 10_000
 
 
-def test_samples_are_judged_beside_real_text(measured: tuple[Path, dict[str, Any]]) -> None:
-    rows = {row["name"]: row for row in measured[1]["per_seed"][0]["samples"]}
+def test_samples_are_judged_beside_real_text(bench_result: tuple[Path, dict[str, Any]]) -> None:
+    rows = {row["name"]: row for row in bench_result[1]["per_seed"][0]["samples"]}
     assert set(rows) == {"real", "autoregressive", "sweep_1", "sweep_2", "sweep_4", "first_block"}
     agreement = [
         rows[name]["same_as_autoregressive"]
@@ -88,21 +88,21 @@ def test_samples_are_judged_beside_real_text(measured: tuple[Path, dict[str, Any
     assert agreement[-1] == 1
 
 
-def test_below_sigma_one_the_target_leaks(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_below_sigma_one_the_target_leaks(bench_result: tuple[Path, dict[str, Any]]) -> None:
     """The training loss falls with sigma_min, because the answer shows through the noise.
 
     The composed model does not profit.
     """
-    leakage = measured[1]["per_seed"][0]["leakage"]
+    leakage = bench_result[1]["per_seed"][0]["leakage"]
     assert [row["sigma_min"] for row in leakage] == [0.05, 0.2, 1.0]
     assert leakage[0]["train_ce_last_block"] < leakage[2]["train_ce_last_block"] - 1
     assert leakage[0]["composed_ce"] > leakage[2]["composed_ce"] - 0.1
 
 
 def test_a_second_call_continues_and_other_settings_are_refused(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    folder, result = measured
+    folder, result = bench_result
     (folder / "seed-0" / "results" / "evaluate-pool.json").unlink()
     again = bench(folder)
     assert again.returncode == 0, again.stderr

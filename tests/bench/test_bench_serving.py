@@ -68,71 +68,73 @@ def bench(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served(run: Path) -> dict[str, Any]:
+def serving_result(run: Path) -> dict[str, Any]:
     return bench(
         "serving", run.parent, "--run", str(run), "--scale", "tiny", "--rtt-ms", f"{RTT_MS:g}"
     )
 
 
-def test_every_row_is_there(served: dict[str, Any], run: Path) -> None:
-    ways = [(row["model"], row["topology"], row["mode"]) for row in served["rows"]]
+def test_every_row_is_there(serving_result: dict[str, Any], run: Path) -> None:
+    ways = [(row["model"], row["topology"], row["mode"]) for row in serving_result["rows"]]
     fan = [("fuse", "fan", mode) for mode in ("autoregressive", *["sweep"] * len(SWEEPS), "exact")]
     assert ways == [
         *fan,
         ("reference", "ring", "autoregressive"),
         ("reference", "star", "autoregressive"),
     ]
-    assert [row["sweeps"] for row in served["rows"] if row["mode"] == "sweep"] == list(SWEEPS)
-    for row in served["rows"]:
+    assert [row["sweeps"] for row in serving_result["rows"] if row["mode"] == "sweep"] == list(
+        SWEEPS
+    )
+    for row in serving_result["rows"]:
         assert row["bytes_per_s"] > 0
         assert row["predicted"] > 0
         assert 0 < row["quality"] < 12
         assert row["first_byte_ms"] >= RTT_MS
-        assert row["wire_bytes"] > served["output_bytes"]
-    assert {"real", "first block alone"} < set(served["quality"])
+        assert row["wire_bytes"] > serving_result["output_bytes"]
+    assert {"real", "first block alone"} < set(serving_result["quality"])
     assert (run.parent / "serving" / "serving.png").stat().st_size > 10_000
-    assert json.loads((run.parent / "serving" / "serving.json").read_text()) == served
+    assert json.loads((run.parent / "serving" / "serving.json").read_text()) == serving_result
 
 
 def test_the_text_is_the_same_on_every_line_and_exact_never_diverges(
-    served: dict[str, Any],
+    serving_result: dict[str, Any],
 ) -> None:
-    assert served["texts_changed"] == 0
-    assert served["divergences"] == 0
-    assert served["positions"] == 80
-    assert 0 < served["acceptance"] < 1
-    by_mode = {row["mode"]: row for row in served["rows"] if row["topology"] == "fan"}
+    assert serving_result["texts_changed"] == 0
+    assert serving_result["divergences"] == 0
+    assert serving_result["positions"] == 80
+    assert 0 < serving_result["acceptance"] < 1
+    by_mode = {row["mode"]: row for row in serving_result["rows"] if row["topology"] == "fan"}
     assert by_mode["exact"]["quality"] == by_mode["autoregressive"]["quality"]
 
 
-def test_nothing_is_faster_than_its_line(served: dict[str, Any]) -> None:
+def test_nothing_is_faster_than_its_line(serving_result: dict[str, Any]) -> None:
     trips = {"fan": 1.0, "ring": 1.5, "star": 2.0}  # of a sweep over three hosts
-    for row in served["rows"]:
+    for row in serving_result["rows"]:
         assert row["bytes_per_s"] <= row["bytes_per_sweep"] * 1000 / (
             RTT_MS * trips[row["topology"]]
         )
         if row["mode"] == "autoregressive":
             assert row["bytes_per_sweep"] == 1
-    swept = next(row for row in served["rows"] if row["mode"] == "sweep")
-    assert swept["bytes_per_sweep"] == served["output_bytes"]
-    (gains,) = served["gains"]
+    swept = next(row for row in serving_result["rows"] if row["mode"] == "sweep")
+    assert swept["bytes_per_sweep"] == serving_result["output_bytes"]
+    (gains,) = serving_result["gains"]
     assert gains["sweep_1"] > 1
     assert gains["exact_bytes_per_sweep"] >= 1
 
 
-def test_what_does_not_fit_into_rows_is_there(served: dict[str, Any]) -> None:
-    assert 0 < served["hop_overhead_ms_p50"] <= served["hop_overhead_ms_p99"]
-    assert [(row["mode"], row["users"]) for row in served["users"]] == [
+def test_what_does_not_fit_into_rows_is_there(serving_result: dict[str, Any]) -> None:
+    assert 0 < serving_result["hop_overhead_ms_p50"] <= serving_result["hop_overhead_ms_p99"]
+    assert [(row["mode"], row["users"]) for row in serving_result["users"]] == [
         ("autoregressive", 4),
         ("exact", 4),
     ]
-    assert all(0 < row["seconds_p50"] <= row["seconds_p99"] for row in served["users"])
-    assert sum(served["accepted_per_sweep"][f"{RTT_MS:g}"].values()) > 0
-    assert [(row["topology"], row["hosts"]) for row in served["first_byte"]] == [
+    assert all(0 < row["seconds_p50"] <= row["seconds_p99"] for row in serving_result["users"])
+    assert sum(serving_result["accepted_per_sweep"][f"{RTT_MS:g}"].values()) > 0
+    assert [(row["topology"], row["hosts"]) for row in serving_result["first_byte"]] == [
         ("fan", 2),
         ("fan", 4),
     ]
-    assert served["first_byte_growth"] > -1
+    assert serving_result["first_byte_growth"] > -1
 
 
 # -- bench failover
@@ -238,19 +240,19 @@ def test_the_cost_model_knows_what_a_line_costs() -> None:
     free = LinearCost(0.0)
     costs = Costs(free, 0.0, free, free, 3, 8, 0.0, 0.0, acceptance=0.5)
 
-    def predicted(topology: Any, mode: Any, sweeps: float = 1) -> float:
+    def predict(topology: Any, mode: Any, sweeps: float = 1) -> float:
         rate = costs.predict(Way("", topology, mode), 100.0, 0.0, 32, 96, sweeps)
         assert rate is not None
         return rate
 
-    assert predicted("fan", "autoregressive") == pytest.approx(10)
-    assert predicted("fan", "sweep") == pytest.approx(960)
-    assert predicted("fan", "sweep", 4) == pytest.approx(240)
-    assert predicted("fan", "exact") == pytest.approx(
+    assert predict("fan", "autoregressive") == pytest.approx(10)
+    assert predict("fan", "sweep") == pytest.approx(960)
+    assert predict("fan", "sweep", 4) == pytest.approx(240)
+    assert predict("fan", "exact") == pytest.approx(
         20, rel=0.01
     )  # half of the drafted bytes are right: two a sweep
-    assert predicted("ring", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.15))
-    assert predicted("star", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.2))
+    assert predict("ring", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.15))
+    assert predict("star", "autoregressive") == pytest.approx(96 / (0.1 + 96 * 0.2))
     line = fit_line([(1, 3.0), (1, 2.0), (1, 9.0), (5, 11.0)])
     assert [line.base, line.each] == pytest.approx([1.0, 2.0])
 

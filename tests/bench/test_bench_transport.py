@@ -33,36 +33,38 @@ def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def bench_result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("transport") / "bench"
     process = bench(folder)
     assert process.returncode == 0, process.stderr
     return folder, json.loads(process.stdout)
 
 
-def test_a_run_over_http_replays_to_the_same_hashes(measured: tuple[Path, dict[str, Any]]) -> None:
-    result = measured[1]
+def test_a_run_over_http_replays_to_the_same_hashes(
+    bench_result: tuple[Path, dict[str, Any]],
+) -> None:
+    result = bench_result[1]
     assert result["equal_hashes"] is True
     assert result["replay"]["retrained"] == result["replay"]["updates"] > 0
     assert {"command", "seed", "machine", "paper"} < set(result)
 
 
 def test_more_workers_train_more_text_at_the_same_steps(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    rows = {row["name"]: row for row in measured[1]["workers"]}
+    rows = {row["name"]: row for row in bench_result[1]["workers"]}
     assert list(rows) == ["one_per_block", "six_workers", "six_workers_equal_text"]
     assert rows["six_workers"]["trained_steps"] > rows["one_per_block"]["trained_steps"]
     assert (
-        measured[1]["six_worker_cost"]
+        bench_result[1]["six_worker_cost"]
         == rows["six_workers"]["valid_ce"] - rows["one_per_block"]["valid_ce"]
     )
 
 
 def test_distant_hosts_learn_and_every_byte_is_counted(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    figures = measured[1]["hosts"]
+    figures = bench_result[1]["hosts"]
     assert figures["start_ce"] > figures["end_ce"] + 1
     assert figures["workers"] == 5
     assert figures["slow_workers"] == 1
@@ -77,31 +79,31 @@ def test_distant_hosts_learn_and_every_byte_is_counted(
 
 
 def test_the_ladder_gets_smaller_and_names_the_default(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    rows = measured[1]["ladder"]
+    rows = bench_result[1]["ladder"]
     assert [row["name"] for row in rows] == list(RUNGS)
     ratios = [row["bytes_ratio"] for row in rows]
     assert ratios == sorted(ratios, reverse=True)
     assert ratios[0] == 1
     assert ratios[-1] < 0.2
     assert rows[0]["ce_cost"] == 0
-    assert measured[1]["ladder_default"] == "int4"
+    assert bench_result[1]["ladder_default"] == "int4"
 
 
 def test_outer_steps_are_compared_at_two_task_lengths(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    rows = [(row["outer"], row["task_steps"]) for row in measured[1]["outer"]]
+    rows = [(row["outer"], row["task_steps"]) for row in bench_result[1]["outer"]]
     assert rows == [
         (outer, steps) for steps in SCALES["tiny"].outer_tasks for outer in ("average", "nesterov")
     ]
 
 
 def test_what_is_done_is_not_run_again_and_a_part_can_be_asked_for(
-    measured: tuple[Path, dict[str, Any]],
+    bench_result: tuple[Path, dict[str, Any]],
 ) -> None:
-    folder, result = measured
+    folder, result = bench_result
     assert (folder / "transport.png").stat().st_size > 10_000
     again = bench(folder, "--part", "ladder")
     assert again.returncode == 0, again.stderr

@@ -290,13 +290,13 @@ def test_hosts_reach_the_server_through_their_own_link(server: int, kind: str) -
     reason="this system allows no network namespaces (root, ip and tc are needed)",
 )
 def test_namespaces_go_also_after_an_error(server: int) -> None:
-    def listed() -> str:
+    def list_namespaces() -> str:
         return subprocess.run(
             ["ip", "netns", "list"], capture_output=True, text=True, check=True
         ).stdout
 
     with pytest.raises(ZeroDivisionError), hosts(1, Link(), server) as started:
         name = started[0].name
-        assert name in listed()
+        assert name in list_namespaces()
         raise ZeroDivisionError
-    assert name not in listed()
+    assert name not in list_namespaces()

@@ -24,7 +24,7 @@ def test_orthogonal_keeps_directions_and_levels_their_lengths(shape: tuple[int, 
     assert torch.equal(orthogonal(torch.zeros(shape)), torch.zeros(shape))
 
 
-def moved(kind: str, index: int) -> dict[str, float]:
+def first_step(kind: str, index: int) -> dict[str, float]:
     """Root mean square of the first step of every parameter, in learning rates."""
     block = build_block(tiny_config(), index)
     before = {name: p.detach().clone() for name, p in block.named_parameters()}
@@ -39,7 +39,7 @@ def moved(kind: str, index: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("index", [1, 3])
 def test_muon_moves_the_matrices_inside_by_about_0_4_learning_rates(index: int) -> None:
-    muon, adamw = moved("muon", index), moved("adamw", index)
+    muon, adamw = first_step("muon", index), first_step("adamw", index)
     assert all(length == pytest.approx(1, rel=0.01) for length in adamw.values())
     inside = {name for name in muon if name.startswith(INSIDE) and not name.endswith("scale")}
     assert inside == {name for name, length in muon.items() if length != adamw[name]}

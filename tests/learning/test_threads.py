@@ -33,13 +33,13 @@ def test_an_evaluation_computes_on_the_threads_that_the_user_asks_for(
     """Torch's default, a thread per core, takes many times longer on a busy machine."""
     seen: list[int] = []
 
-    def watched(*_: object, **__: object) -> dict[str, float]:
+    def record_threads(*_: object, **__: object) -> dict[str, float]:
         seen.append(torch.get_num_threads())
         return {"composed": 1.0}
 
     use_threads(3)
     model = random_model(tiny_config())
-    monkeypatch.setattr(results, "evaluate", watched)
+    monkeypatch.setattr(results, "evaluate", record_threads)
     folder = saved(model, tmp_path / "run")
     threads = {} if count == 1 else {"threads": count}
     results.evaluate_run(folder, model, corpus, draws=1, progress=lambda _: None, **threads)

@@ -58,8 +58,8 @@ def _train(tmp_path: Path, preset: str | None, *, reference: bool) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _train(tmp_path_factory.mktemp("fused"), None, reference=True)
+def fuse_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _train(tmp_path_factory.mktemp("fuse_run"), None, reference=True)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def _report(folder: Path) -> tuple[str, Page]:
     return source, Page(source)
 
 
-def _changed(original: Path, copy: Path, **result: Any) -> Path:
+def _copy_with(original: Path, copy: Path, **result: Any) -> Path:
     """The same run with other words in its result; None removes a key."""
     copy.mkdir()
     for name in ("config.toml", "events.jsonl", "result.json"):
@@ -96,8 +96,8 @@ def _charts(page: Page) -> list[str | None]:
     return [attrs["id"] for tag, attrs in page.tags if tag == "figure"]
 
 
-def test_fused_run_with_reference(fused: Path) -> None:
-    source, page = _report(fused)
+def test_fused_run_with_reference(fuse_run: Path) -> None:
+    source, page = _report(fuse_run)
     assert _charts(page) == ["loss", "ce", "memory", "parameters"]
     for words in (
         "block 1 alone",
@@ -112,7 +112,7 @@ def test_fused_run_with_reference(fused: Path) -> None:
         "than a single block on average" in page.text
         and "than the end-to-end reference" in page.text
     )
-    ce = json.loads((fused / "result.json").read_text())["valid_ce"]["composed"]
+    ce = json.loads((fuse_run / "result.json").read_text())["valid_ce"]["composed"]
     for number in (f"{ce:.4f}", f"{ce / math.log(2):.4f}", f"{math.exp(ce):.4f}"):
         assert f"<td>{number}</td>" in source
     for command in (
@@ -133,7 +133,7 @@ def test_paper_run_without_reference(paper: Path) -> None:
     assert "reference of the same shape" not in page.text
 
 
-@pytest.mark.parametrize("kind", ["fused", "paper"])
+@pytest.mark.parametrize("kind", ["fuse_run", "paper"])
 def test_needs_no_network_and_is_valid(kind: str, request: pytest.FixtureRequest) -> None:
     source, page = _report(request.getfixturevalue(kind))
     assert not {"script", "link", "iframe", "img", "image", "object", "embed", "base"} & {
@@ -151,19 +151,19 @@ def test_needs_no_network_and_is_valid(kind: str, request: pytest.FixtureRequest
     )  # every placeholder has become a variable
 
 
-def test_same_run_same_bytes(fused: Path) -> None:
-    assert write_report(fused).read_bytes() == write_report(fused).read_bytes()
+def test_same_run_same_bytes(fuse_run: Path) -> None:
+    assert write_report(fuse_run).read_bytes() == write_report(fuse_run).read_bytes()
 
 
-def test_text_is_escaped(fused: Path, tmp_path: Path) -> None:
+def test_text_is_escaped(fuse_run: Path, tmp_path: Path) -> None:
     evil = "<script>alert('&')</script>"
     sample = {
         "prompt": f"{evil}\n",
         "text": f"</pre>{evil}\x00\x1b\ud800 $name",
         "temperature": "<i>",
     }
-    folder = _changed(
-        fused,
+    folder = _copy_with(
+        fuse_run,
         tmp_path / "<b>run",
         sample=sample,
         corpus={"name": evil},
@@ -175,11 +175,11 @@ def test_text_is_escaped(fused: Path, tmp_path: Path) -> None:
     assert f"</pre>{evil}␀␛? $name" in page.text
 
 
-def test_old_and_sparse_results(fused: Path, tmp_path: Path) -> None:
+def test_old_and_sparse_results(fuse_run: Path, tmp_path: Path) -> None:
     sparse = dict.fromkeys(
         ("gap", "corpus", "parameters", "pool_weights", "seconds", "peak_mb", "sample", "ranges")
     )
-    folder = _changed(fused, tmp_path / "sparse", **sparse, valid_ce={"composed": 1.5})
+    folder = _copy_with(fuse_run, tmp_path / "sparse", **sparse, valid_ce={"composed": 1.5})
     (folder / "events.jsonl").unlink()
     _, page = _report(folder)
     assert _charts(page) == ["ce"]
@@ -191,12 +191,12 @@ def test_old_and_sparse_results(fused: Path, tmp_path: Path) -> None:
         "sample": "text",
         "seconds": 3,
     }
-    assert "memory" in _charts(_report(_changed(fused, tmp_path / "odd", **odd))[1])
+    assert "memory" in _charts(_report(_copy_with(fuse_run, tmp_path / "odd", **odd))[1])
 
 
-def test_diverged_run(fused: Path, tmp_path: Path) -> None:
-    folder = _changed(
-        fused,
+def test_diverged_run(fuse_run: Path, tmp_path: Path) -> None:
+    folder = _copy_with(
+        fuse_run,
         tmp_path / "diverged",
         valid_ce={"composed": math.nan, "block_1": math.inf, "block_2": 900.0, "block_3": 50.0},
     )
@@ -208,8 +208,8 @@ def test_diverged_run(fused: Path, tmp_path: Path) -> None:
     assert "diverged" in page.text and "not finite" in page.text
 
 
-def test_resumed_block_repeats_steps(fused: Path, tmp_path: Path) -> None:
-    folder = _changed(fused, tmp_path / "resumed")
+def test_resumed_block_repeats_steps(fuse_run: Path, tmp_path: Path) -> None:
+    folder = _copy_with(fuse_run, tmp_path / "resumed")
     log = EventLog(folder / "events.jsonl")
     log.write("start", fingerprint="", blocks=3, steps=20)
     log.write("step", block=1, step=10, loss=1.25)
@@ -222,7 +222,7 @@ def test_resumed_block_repeats_steps(fused: Path, tmp_path: Path) -> None:
 
 
 def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
-    folder = _changed(
+    folder = _copy_with(
         paper,
         tmp_path / "many",
         valid_ce={"composed": 1.0} | {f"euler_{n}": 2 - n / 64 for n in range(1, 65)},
@@ -240,15 +240,15 @@ def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["{", "[]", '{"valid_ce": 3}', '{"valid_ce": {"composed": "low"}}']
 )
-def test_damaged_result_is_a_sentence(fused: Path, tmp_path: Path, content: str) -> None:
-    folder = _changed(fused, tmp_path / "damaged")
+def test_damaged_result_is_a_sentence(fuse_run: Path, tmp_path: Path, content: str) -> None:
+    folder = _copy_with(fuse_run, tmp_path / "damaged")
     (folder / "result.json").write_text(content)
     with pytest.raises(RunError, match=r"result\.json"):
         write_report(folder)
 
 
-def test_unfinished_run_is_a_sentence(fused: Path, tmp_path: Path) -> None:
-    folder = _changed(fused, tmp_path / "unfinished")
+def test_unfinished_run_is_a_sentence(fuse_run: Path, tmp_path: Path) -> None:
+    folder = _copy_with(fuse_run, tmp_path / "unfinished")
     (folder / "result.json").unlink()
     with pytest.raises(RunError, match="not finished"):
         write_report(folder)

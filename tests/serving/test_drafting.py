@@ -56,19 +56,19 @@ def test_a_drafter_keeps_its_guesses_as_long_as_the_text_agrees() -> None:
         lean = DraftBlock(FUSE.config, FanBlocks(FUSE.config, {1: FUSE.blocks[0]}, ""))
         drafter, sampler = Drafter(lean.read, Sampler(seed=2)), Sampler(seed=2)
 
-        def expected(text: Tokens, count: int) -> Tokens:
+        def local_draft(text: Tokens, count: int) -> Tokens:
             return tuple(write_with(FUSE.drafter(), text, count, CONTEXT, sampler))
 
         prompt = tuple(b"abcd")
         first = drafter.draft(prompt, 0, 6)
-        assert first == expected(prompt, 6)
+        assert first == local_draft(prompt, 6)
         assert drafter.ready(prompt + first[:2]) == 4
-        assert drafter.draft(prompt + first[:2], 0, 7) == expected(prompt + first[:2], 7)
+        assert drafter.draft(prompt + first[:2], 0, 7) == local_draft(prompt + first[:2], 7)
         other = prompt + first[:3] + (first[3] ^ 1,)
         assert drafter.ready(other) == 0
-        assert drafter.draft(other, 0, 5) == expected(other, 5)
+        assert drafter.draft(other, 0, 5) == local_draft(other, 5)
         longer = tuple(range(30))
-        assert drafter.draft(longer, window_start(30, CONTEXT), 2) == expected(longer, 2)
+        assert drafter.draft(longer, window_start(30, CONTEXT), 2) == local_draft(longer, 2)
 
 
 def test_a_block_of_the_paper_cannot_draft() -> None:
@@ -103,7 +103,7 @@ def test_a_meter_learns_the_line_of_sweeps_and_forgets_an_old_one() -> None:
         assert meter(30) > meter(2)
 
 
-def drilled(sweep: float, draft: float, right: int, of: int) -> Pace:
+def train_pace(sweep: float, draft: float, right: int, of: int) -> Pace:
     pace = Pace()
     for _ in range(60):
         pace.sweep.add(5, sweep)
@@ -113,11 +113,11 @@ def drilled(sweep: float, draft: float, right: int, of: int) -> Pace:
 
 
 def test_drafts_are_long_on_slow_lines_and_off_on_fast_ones() -> None:
-    assert drilled(0.085, 0.0005, 8, 16).best_draft(32) >= 12
-    assert drilled(0.085, 0.0005, 8, 16).best_draft(5) == 5
-    assert drilled(0.085, 0.0005, 0, 16).best_draft(32) <= 8
-    assert drilled(0.001, 0.002, 8, 16).best_draft(32) == 0
-    off = drilled(0.085, 0.0005, 0, 1)
+    assert train_pace(0.085, 0.0005, 8, 16).best_draft(32) >= 12
+    assert train_pace(0.085, 0.0005, 8, 16).best_draft(5) == 5
+    assert train_pace(0.085, 0.0005, 0, 16).best_draft(32) <= 8
+    assert train_pace(0.001, 0.002, 8, 16).best_draft(32) == 0
+    off = train_pace(0.085, 0.0005, 0, 1)
     low = off.acceptance
     for _ in range(300):
         off.record_skip()

@@ -281,10 +281,10 @@ async def test_the_first_byte_takes_one_round_trip(runs: dict[str, Path]) -> Non
 # -- failures
 
 
-async def interrupted(
+async def interrupt(
     entry: Entry, when: int, happens: Callable[[], Awaitable[None]], count: int = 40, **request: Any
 ) -> tuple[bytes, Stats]:
-    """An answer during which something happens after so many bytes."""
+    """An answer during which something happens after `when` bytes."""
     text, struck = b"", False
     piece: Piece | None = None
     async for piece in entry.generate(Request(PROMPT[:10], count, **request)):
@@ -304,7 +304,7 @@ async def test_another_holder_takes_over_and_the_text_is_the_same(
     async with serving(runs["fuse"], (2, 3), (2, 3), pace=Drafting(3)) as (entry, stages):
         expected = (await write(entry, 40, mode=mode))[0]
         assert mode == "sweep" or expected == alone(FUSE)
-        text, stats = await interrupted(entry, 8, lambda: reader_of(stages).aclose(), mode=mode)
+        text, stats = await interrupt(entry, 8, lambda: reader_of(stages).aclose(), mode=mode)
         assert text == expected
         assert (stats.failovers, stats.degraded) == (1, ())
 
@@ -355,7 +355,7 @@ async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) 
                 assert far.sessions == 0
                 killed.kill()
 
-            text, stats = await interrupted(entry, 8, kill, 24)
+            text, stats = await interrupt(entry, 8, kill, 24)
             assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
     finally:
         killed.kill()
@@ -373,7 +373,7 @@ async def test_a_black_hole_does_not_change_the_text(runs: dict[str, Path]) -> N
                     assert far.sessions == 0
                     await asyncio.to_thread(link.block)
 
-                text, stats = await interrupted(entry, 8, swallow, 24)
+                text, stats = await interrupt(entry, 8, swallow, 24)
                 assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
                 await asyncio.to_thread(link.open)
 
@@ -391,7 +391,7 @@ def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
         present = torch.tensor([[float(n != missing)] for n in (1, 2, 3)])
         assert model.fusion is not None
         return in_pieces(
-            partial(_fused, model, tokens, features, present, Cache(model.fusion, 1)),
+            partial(_fuse, model, tokens, features, present, Cache(model.fusion, 1)),
             tokens.shape[1],
         )[:, start:]
 
@@ -399,7 +399,7 @@ def without(model: Model, missing: int, count: int, seed: int = 0) -> bytes:
     return bytes(write_with(scorer, PROMPT[:10], count, CONTEXT, Sampler(seed)))
 
 
-def _fused(
+def _fuse(
     model: Model,
     tokens: torch.Tensor,
     features: torch.Tensor,
@@ -418,7 +418,7 @@ async def test_with_no_other_holder_it_goes_on_without_the_block_and_uses_it_aga
     caplog.set_level("INFO", "blocktrain.entry")
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         port = int(stages[1].address.rpartition(":")[2])
-        text, stats = await interrupted(entry, 8, stages[1].aclose, 30)
+        text, stats = await interrupt(entry, 8, stages[1].aclose, 30)
         whole = alone(FUSE, 30)
         assert text[:8] == whole[:8]
         assert (len(text), stats.degraded, stats.failovers) == (30, (3,), 1)
@@ -461,7 +461,7 @@ async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
                 peer.transport.abort()
             await until_async(lambda: not line.alive)
 
-        text, stats = await interrupted(entry, 8, hiccup)
+        text, stats = await interrupt(entry, 8, hiccup)
         assert (text, stats.degraded, stats.failovers) == (alone(FUSE), (), 1)
 
 
@@ -474,7 +474,7 @@ async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_servic
     async with serving(runs["fuse"], (2,), (3,), pace=Drafting(3)) as (entry, stages):
         with pytest.raises(AnswerFailed, match="block 3"):
             await asyncio.wait_for(
-                interrupted(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60
+                interrupt(entry, 8, stages[1].aclose, allow_degraded=False, deadline=8.0), 60
             )
         monkeypatch.undo()
         text, stats = await write(entry, 5)
@@ -519,7 +519,7 @@ async def test_a_stage_that_hangs_is_left_for_another_holder(
         async def hang() -> None:
             mute(reader_of(stages))
 
-        text, stats = await interrupted(entry, 8, hang, 24)
+        text, stats = await interrupt(entry, 8, hang, 24)
         assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
         text, stats = await write(entry, 24)
         assert (text, stats.failovers, stats.degraded) == (
@@ -613,7 +613,7 @@ async def test_a_ring_fails_with_its_stage_and_works_again_when_it_is_back(
     async with serving(runs["euler"], (1,), (2, 3)) as (entry, stages):
         port = int(stages[1].address.rpartition(":")[2])
         with pytest.raises(AnswerFailed, match="ring"):
-            await interrupted(entry, 3, stages[1].aclose, 30, mode="autoregressive")
+            await interrupt(entry, 3, stages[1].aclose, 30, mode="autoregressive")
         with pytest.raises(AnswerFailed, match="blocks 1 to 3"):
             await write(entry, mode="autoregressive")
         back = Stage(serve_blocks(RunModel(runs["euler"]), (2, 3)))

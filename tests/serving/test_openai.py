@@ -54,7 +54,7 @@ def alone(run: Path) -> Iterator[Process]:
 
 
 @pytest.fixture(scope="module")
-def guarded(run: Path) -> Iterator[Process]:
+def with_key(run: Path) -> Iterator[Process]:
     """With a key, one place and nowhere to wait."""
     keys = run.parent / "api.keys"
     keys.write_text(f"# of the tests\n\n{KEY}\n")
@@ -67,7 +67,7 @@ def client(process: Process, key: str = KEY) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{process.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
 
-def expected(
+def local_text(
     model: Model, prompt: bytes, count: int, seed: int, temperature: float = TEMPERATURE
 ) -> str:
     """What `blocktrain generate` writes."""
@@ -103,7 +103,7 @@ def test_the_text_is_that_of_generate(
             temperature=0.7,
             extra_body={"mode": mode},
         )
-    assert answer.choices[0].text == expected(model, prompt.encode(), count, 7, 0.7)
+    assert answer.choices[0].text == local_text(model, prompt.encode(), count, 7, 0.7)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), count)
@@ -140,7 +140,7 @@ def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> No
         }
         chunks = list(api.completions.create(stream=True, **request))  # type: ignore[call-overload]
     *pieces, last = chunks
-    assert "".join(chunk.choices[0].text for chunk in pieces) == expected(model, b"the ", 40, 11)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == local_text(model, b"the ", 40, 11)
     assert [chunk.choices[0].finish_reason for chunk in pieces] == [None] * (len(pieces) - 1) + [
         "length"
     ]
@@ -155,7 +155,7 @@ def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> No
 
 
 def test_several_choices_have_following_seeds(alone: Process, model: Model) -> None:
-    expected_texts = [expected(model, b"the ", 16, seed) for seed in (5, 6, 7)]
+    expected_texts = [local_text(model, b"the ", 16, seed) for seed in (5, 6, 7)]
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt=["the "], max_tokens=16, seed=5, n=3)
         assert [choice.text for choice in answer.choices] == expected_texts
@@ -169,7 +169,7 @@ def test_several_choices_have_following_seeds(alone: Process, model: Model) -> N
 
 
 def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> None:
-    whole = expected(model, b"the ", 60, 2, 0.5)
+    whole = local_text(model, b"the ", 60, 2, 0.5)
     word = whole[9:12]
     with client(alone) as api:
         answer = api.completions.create(
@@ -188,7 +188,7 @@ def test_a_seed_is_chosen_and_told(alone: Process, model: Model) -> None:
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=12)
     assert answer.model_extra is not None
-    assert answer.choices[0].text == expected(
+    assert answer.choices[0].text == local_text(
         model, b"the ", 12, answer.model_extra["blocktrain"]["seed"]
     )
 
@@ -199,7 +199,7 @@ def test_a_prompt_beyond_the_context_keeps_its_tail_and_says_so(
     prompt = "the heath leaves the delta by the inlet.\n" * 3
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt=prompt, max_tokens=20, seed=1)
-    assert answer.choices[0].text == expected(model, prompt.encode(), 20, 1)
+    assert answer.choices[0].text == local_text(model, prompt.encode(), 20, 1)
     assert answer.usage is not None and answer.usage.model_extra is not None
     assert 0 < answer.usage.model_extra["prompt_bytes_cut"] < len(prompt)
 
@@ -317,14 +317,14 @@ def test_a_body_without_a_length_is_refused(alone: Process) -> None:
     assert answer.status_code == 411
 
 
-def connected(process: Process) -> socket.socket:
+def connect(process: Process) -> socket.socket:
     host, port = process.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
 def raw(process: Process, headers: dict[str, str], body: bytes) -> str:
     """One answer, whatever the request is."""
-    with closing(connected(process)) as line:
+    with closing(connect(process)) as line:
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         line.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + body)
         received = b""
@@ -335,38 +335,40 @@ def raw(process: Process, headers: dict[str, str], body: bytes) -> str:
     return received.decode()
 
 
-def test_without_a_key_nobody_gets_in(guarded: Process) -> None:
+def test_without_a_key_nobody_gets_in(with_key: Process) -> None:
     for path in ("/v1/models", "/v1/status", "/metrics"):
-        assert httpx2.get(guarded.url + path, timeout=PATIENCE).status_code == 401
+        assert httpx2.get(with_key.url + path, timeout=PATIENCE).status_code == 401
     for path in ("/healthz", "/", "/page/page.js"):
-        assert httpx2.get(guarded.url + path, timeout=PATIENCE).status_code == 200
-    answer = httpx2.post(f"{guarded.url}/v1/completions", json={"model": "small"}, timeout=PATIENCE)
+        assert httpx2.get(with_key.url + path, timeout=PATIENCE).status_code == 200
+    answer = httpx2.post(
+        f"{with_key.url}/v1/completions", json={"model": "small"}, timeout=PATIENCE
+    )
     assert "wants an API key" in answer.json()["error"]["message"]
     with (
-        client(guarded, "another-key-of-mine") as api,
+        client(with_key, "another-key-of-mine") as api,
         pytest.raises(openai.AuthenticationError, match="not an API key"),
     ):
         api.completions.create(model="small", prompt="a")
-    with client(guarded) as api:
+    with client(with_key) as api:
         assert api.completions.create(model="small", prompt="a", max_tokens=4).choices[0].text
 
 
-def test_who_hangs_up_is_not_written_for_any_more(guarded: Process) -> None:
+def test_who_hangs_up_is_not_written_for_any_more(with_key: Process) -> None:
     key = {"Authorization": f"Bearer {KEY}"}
-    with client(guarded) as api:
+    with client(with_key) as api:
         for _ in range(2):
             with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
                 next(iter(stream))
-            until(lambda: guarded.status(**key)["requests"]["running"] == 0)
-    with closing(connected(guarded)) as line:
+            until(lambda: with_key.status(**key)["requests"]["running"] == 0)
+    with closing(connect(with_key)) as line:
         body = json.dumps({"model": "small", "max_tokens": 8192, "mode": "autoregressive"}).encode()
         head = f"Host: a\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         line.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
-        until(lambda: guarded.status(**key)["requests"]["running"] == 1)
-    until(lambda: guarded.status(**key)["requests"]["running"] == 0)
-    assert guarded.status(**key)["sessions"] == 0
-    assert metric(guarded, "blocktrain_cancelled_total", **key) == 3
+        until(lambda: with_key.status(**key)["requests"]["running"] == 1)
+    until(lambda: with_key.status(**key)["requests"]["running"] == 0)
+    assert with_key.status(**key)["sessions"] == 0
+    assert metric(with_key, "blocktrain_cancelled_total", **key) == 3
 
 
 def metric(process: Process, name: str, **headers: str) -> float:
@@ -377,8 +379,8 @@ def metric(process: Process, name: str, **headers: str) -> float:
     return sum(sample.value for sample in samples if sample.name == name)
 
 
-def test_those_who_find_no_place_are_told_when_to_come_again(guarded: Process) -> None:
-    with client(guarded) as api:
+def test_those_who_find_no_place_are_told_when_to_come_again(with_key: Process) -> None:
+    with client(with_key) as api:
         with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
             next(iter(stream))
             with pytest.raises(openai.RateLimitError, match="try again in") as error:
@@ -453,7 +455,7 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
                 200,
                 {"state": "ready", "status": "ready", "missing_blocks": []},
             )
-            _killed(api, other)
+            _kill(api, other)
             raw = api.completions.with_raw_response.create(
                 model="small", prompt="the ", max_tokens=20, seed=9
             )
@@ -471,7 +473,7 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
             expected = {"state": "degraded", "status": "degraded: block 3", "missing_blocks": [3]}
             assert ready(entry) == (200, expected)
             assert entry.status()["missing_blocks"] == [3]
-            assert streamed_header(entry) == "block 3"
+            assert stream_header(entry) == "block 3"
             assert entry.interrupt() == 0
     log = (run.parent / "serve.err").read_text()
     assert f"lost stage {other.said['address']} (block 3)" in log
@@ -483,7 +485,7 @@ def ready(entry: Process) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json()
 
 
-def streamed_header(entry: Process) -> str:
+def stream_header(entry: Process) -> str:
     body = {"model": "small", "prompt": "the ", "max_tokens": 4, "stream": True}
     answer = httpx2.post(f"{entry.url}/v1/completions", json=body, timeout=PATIENCE)
     return str(answer.headers["x-blocktrain-degraded"])
@@ -496,7 +498,7 @@ def test_an_unreachable_stage_is_named_at_the_start(run: Path, tmp_path: Path) -
     assert "no stage answers at 127.0.0.1:9" in (tmp_path / "serve.err").read_text()
 
 
-def _killed(api: openai.OpenAI, stage: Process) -> None:
+def _kill(api: openai.OpenAI, stage: Process) -> None:
     """In the middle of a stream, and before another answer: neither may do without its block."""
     whole = {"mode": "autoregressive", "allow_degraded": False}
     with (

@@ -270,7 +270,7 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
         server.close()
 
 
-def answered(
+def answer_frames(
     payload: bytes = bytes(2 * 16 * 4),
     blocks: tuple[int, ...] = (1,),
     width: int = 16,
@@ -286,17 +286,17 @@ ENDLESS = (
     + b"\x95\0\0\2\0\0"
 )
 LIES: dict[str, Sequence[bytes]] = {
-    "more blocks": [answered(blocks=(1, 2))],
-    "no blocks": [answered(blocks=())],
-    "another width": [answered(width=256)],
+    "more blocks": [answer_frames(blocks=(1, 2))],
+    "no blocks": [answer_frames(blocks=())],
+    "another width": [answer_frames(width=256)],
     "room for what never comes": [
         b"".join(frames.encode(frames.Opened((1,), 1 << 31), 1)),
         ENDLESS,
     ],
-    "fewer bytes": [answered(bytes(64))],
-    "fewer positions": [answered(count=1)],
-    "more than there can be": [answered(bytes(1 << 16))],
-    "not all of it": [answered()[:-1]],
+    "fewer bytes": [answer_frames(bytes(64))],
+    "fewer positions": [answer_frames(count=1)],
+    "more than there can be": [answer_frames(bytes(1 << 16))],
+    "not all of it": [answer_frames()[:-1]],
     "a question": [b"".join(frames.encode(frames.Ping(1)))],
 }
 
@@ -314,7 +314,7 @@ async def test_an_answer_in_another_shape_is_not_taken(name: str) -> None:
 @in_loop
 async def test_mutated_answers_break_nothing() -> None:
     draw = random.Random(2)
-    good = answered() + b"".join(frames.encode(frames.Pong(1, 0)))
+    good = answer_frames() + b"".join(frames.encode(frames.Pong(1, 0)))
     for _ in range(ROUNDS):
         async with liar(lambda: [bytes(mutated(good, draw))]) as line:
             await line.open(1)
