@@ -41,7 +41,7 @@ LONGEST = (
     "test_bench_transport",
     "test_faults",
     "test_cli",
-    "test_embedded",
+    "test_local",
     "test_openai",
     "test_bench_coordinator",
     "test_scoring",

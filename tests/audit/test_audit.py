@@ -326,7 +326,7 @@ def test_every_fault_is_found(folder: Path, fault: str) -> None:
     assert names(forge(folder, change)) == expected
 
 
-def test_what_is_said_elsewhere_may_not_be_said_again(folder: Path) -> None:
+def test_an_entry_that_repeats_another_is_found(folder: Path) -> None:
     assert names(forge(folder)) == set()
     twice = forge(folder, lambda told: told.append(told[0]))
     assert names(twice) == {"run"}

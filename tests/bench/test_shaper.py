@@ -221,7 +221,7 @@ def test_a_black_hole_says_nothing_and_can_be_mended(server: int) -> None:
             echo(fresh)
 
 
-def test_a_server_that_is_not_there_is_told_by_a_reset(server: int) -> None:
+def test_a_missing_server_resets_the_connection(server: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
     with (

@@ -404,7 +404,7 @@ def test_text_from_others_stays_text(browser: Browser, site: Site) -> None:
         assert visit.complaints == []
 
 
-def test_a_file_that_is_no_log_is_said_to_be_none(browser: Browser, site: Site) -> None:
+def test_a_file_that_is_no_log_is_refused(browser: Browser, site: Site) -> None:
     with visiting(browser, site.page) as visit:
         visit.page.wait_for_selector("#pill.live")
         visit.drop("holiday.txt", "sun\n{}\n[1]\nnull\n")

@@ -242,7 +242,7 @@ def _refused_while_busy(visit: Visit, process: Process) -> None:
     del visit.complaints[:]  # the browser tells of every 4xx
 
 
-def test_what_is_lost_is_told(browser: Browser, run: Path) -> None:
+def test_lost_stages_are_shown(browser: Browser, run: Path) -> None:
     with (
         started("stage", str(run), "--blocks", "2", *HERE, cwd=run.parent) as stage,
         serving(run, "--route", stage.said["address"]) as process,

@@ -238,7 +238,7 @@ def test_where_rounds_are_closed_beside_nobody_waits_for_them(
         assert (following.block, following.base) == (task.block, 1)
 
 
-def test_a_failure_beside_is_told_to_the_next_who_calls(
+def test_a_background_failure_is_raised_to_the_next_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with beginning(tmp_path, replicas=1) as coordinator:
@@ -263,7 +263,7 @@ def test_a_failure_beside_is_told_to_the_next_who_calls(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_whatever_stops_rounds_from_closing_ends_the_server(
+def test_any_error_while_closing_a_round_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """Not a StorageFailed: memory ran out, or there is a bug."""

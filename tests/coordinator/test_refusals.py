@@ -163,7 +163,7 @@ def test_only_the_operator_kicks(place: Place) -> None:
     assert isinstance(worker.ask(), m.Task)
 
 
-def test_who_and_what_for(place: Place) -> None:
+def test_wrong_protocol_run_worker_and_fingerprint(place: Place) -> None:
     worker, stranger = place.worker(), place.worker()
     task = worker.joined()
     stranger.run, stranger.fingerprint = worker.run, worker.fingerprint
@@ -705,7 +705,7 @@ def test_a_body_that_comes_in_drops_is_given_up(
 @pytest.mark.parametrize(
     "first", [b"", b"POST /v1/join HTTP/1.1\r\nHost: x\r\n"], ids=["silence", "slow headers"]
 )
-def test_headers_that_never_end_are_hung_up_on(
+def test_endless_headers_close_the_connection(
     place: Place, monkeypatch: pytest.MonkeyPatch, first: bytes
 ) -> None:
     monkeypatch.setattr(guard, "HEADER_SECONDS", 0.4)

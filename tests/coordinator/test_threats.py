@@ -203,7 +203,7 @@ def three_hundred(target: Address) -> Crowd:
     return crowd
 
 
-def test_three_hundred_who_trickle_do_not_stop_the_honest(
+def test_300_slow_clients_do_not_block_an_honest_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -289,7 +289,7 @@ def is_served(url: str) -> bool:
         return client.status().state == "running"
 
 
-def test_those_who_do_not_read_are_counted_and_hung_up_on(
+def test_clients_that_do_not_read_are_counted_and_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "MAX_REQUESTS", 2)

@@ -110,7 +110,7 @@ def test_one_slot_runs_one_at_a_time() -> None:
         (die, "job: .*killed"),
     ],
 )
-def test_a_job_that_fails_is_told_by_name(work: Any, sentence: str) -> None:
+def test_a_failed_job_is_reported_by_name(work: Any, sentence: str) -> None:
     with pytest.raises(RunError, match=sentence):
         heard([Job("job", work)], 1)
 

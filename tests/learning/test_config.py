@@ -89,7 +89,7 @@ def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
         make_config({"widht": 3})
 
 
-def test_several_mistakes_are_told_at_once() -> None:
+def test_several_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"blocks: .*; steps: "):
         make_config({"blocks": 0, "steps": 0})
 

@@ -414,7 +414,7 @@ def test_absolute_weights_keep_every_bit() -> None:
     )
 
 
-def test_a_sender_is_told_about_its_own_mistakes() -> None:
+def test_a_sender_gets_its_own_refusals() -> None:
     delta = example()
     assert (
         refused(lambda: compression.compress({"w": np.array([math.nan], np.float32)}, None, "int8"))

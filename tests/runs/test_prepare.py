@@ -34,7 +34,7 @@ def test_another_process_writes_the_same_files(tmp_path: Path, corpus_folder: Pa
         assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
 
 
-def test_who_asks_for_it_does_not_load_torch() -> None:
+def test_importing_prepare_does_not_load_torch() -> None:
     code = "import sys, blocktrain.runs.prepare; print('torch' in sys.modules)"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -177,7 +177,7 @@ async def test_one_host_or_many_write_what_generate_writes(
 
 
 @in_a_loop
-async def test_whatever_is_drafted_the_text_is_the_same(runs: dict[str, Path]) -> None:
+async def test_the_draft_never_changes_the_text(runs: dict[str, Path]) -> None:
     draw = random.Random(1)
     expected = alone(FUSE, 60, 5, seed=7)
     async with serving(runs["fuse"], (2,), (3,)) as (entry, _):
@@ -466,7 +466,7 @@ async def test_a_short_loss_of_the_only_holder_does_not_change_the_text(
 
 
 @in_a_loop
-async def test_told_not_to_go_on_without_a_block_it_fails_in_time_and_the_service_lives_on(
+async def test_no_degraded_fails_in_time_and_the_service_lives_on(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "PATIENCE_SECONDS", 600.0)  # the deadline comes first
@@ -510,7 +510,7 @@ def mute(stage: Stage) -> None:
 
 
 @in_a_loop
-async def test_a_stage_that_hangs_is_left_for_another_holder(
+async def test_a_hung_stage_fails_over_to_another_holder(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failover, "HANG_SECONDS", 5.0)

@@ -184,7 +184,7 @@ def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> Non
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_seed_is_chosen_and_told(alone: Process, model: Model) -> None:
+def test_a_seed_is_chosen_and_reported(alone: Process, model: Model) -> None:
     with client(alone) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=12)
     assert answer.model_extra is not None
@@ -353,7 +353,7 @@ def test_without_a_key_nobody_gets_in(with_key: Process) -> None:
         assert api.completions.create(model="small", prompt="a", max_tokens=4).choices[0].text
 
 
-def test_who_hangs_up_is_not_written_for_any_more(with_key: Process) -> None:
+def test_a_disconnect_cancels_the_answer(with_key: Process) -> None:
     key = {"Authorization": f"Bearer {KEY}"}
     with client(with_key) as api:
         for _ in range(2):
@@ -379,7 +379,7 @@ def metric(process: Process, name: str, **headers: str) -> float:
     return sum(sample.value for sample in samples if sample.name == name)
 
 
-def test_those_who_find_no_place_are_told_when_to_come_again(with_key: Process) -> None:
+def test_a_full_queue_answers_with_retry_after(with_key: Process) -> None:
     with client(with_key) as api:
         with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
             next(iter(stream))
@@ -595,7 +595,7 @@ _FIELD = st.sampled_from([*Completion.model_fields, "echo", "logit_bias", "best_
 
 
 @given(st.dictionaries(_FIELD, _JSON), st.binary(max_size=30))
-def test_whatever_is_asked_is_understood_or_refused(fields: dict[str, Any], junk: bytes) -> None:
+def test_any_request_is_answered_or_refused(fields: dict[str, Any], junk: bytes) -> None:
     for content in (json.dumps({"model": "small", **fields}).encode(), junk):
         try:
             assert isinstance(read_completion(content), Completion)

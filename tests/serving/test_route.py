@@ -48,7 +48,7 @@ def notice(address: str = "127.0.0.1:8481", model: str = SHA) -> StageNotice:
     return StageNotice(address=address, model=model)
 
 
-def test_those_who_told_lately_are_listed() -> None:
+def test_recently_announced_stages_are_listed() -> None:
     clock = SimulatedClock()
     stages = StageRegistry(clock)
     stages.announce_stage(notice())
@@ -84,7 +84,7 @@ async def write(entry: Entry) -> tuple[bytes, int]:
     return b"".join(piece.text for piece in pieces), pieces[-1].stats.wire_bytes
 
 
-def test_those_who_are_found_are_asked_and_ghosts_are_forgotten(
+def test_announced_stages_are_used_and_expired_ones_forgotten(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(route, "LOOK_SECONDS", 0.05)

@@ -77,7 +77,7 @@ def head(length: int) -> bytes:
     return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
-def test_who_sends_headers_slowly_is_hung_up_on_and_stops_nobody(
+def test_slow_headers_are_cut_off_and_block_nobody(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard, "HEADER_SECONDS", 3.0)
@@ -99,7 +99,7 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_who_sends_a_body_slowly_is_refused_and_stops_nobody(
+def test_a_slow_body_is_refused_and_blocks_nobody(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -137,7 +137,7 @@ def test_some_wait_and_the_next_is_refused(run: Path) -> None:
     serving(run, scenario, ServingRules("small", max_requests=1, queue=1))
 
 
-def test_who_hangs_up_in_the_queue_leaves_it(run: Path) -> None:
+def test_a_client_that_disconnects_leaves_the_queue(run: Path) -> None:
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
         async with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
             pieces = first.aiter_bytes()

@@ -537,7 +537,7 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
 
 
 @in_loop
-async def test_only_the_first_thing_that_is_wrong_is_told() -> None:
+async def test_only_the_first_error_is_reported() -> None:
     async with serving(fan_of(FUSE)) as stage:
         bare = await Bare.greeted(stage)
         bare.raw(
@@ -608,7 +608,7 @@ async def test_what_cannot_be_computed_ends_its_session_only() -> None:
 
 
 @in_loop
-async def test_who_hangs_up_frees_its_sessions() -> None:
+async def test_a_disconnect_frees_the_sessions() -> None:
     holding = Slow(FUSE)
     async with serving(holding) as stage:
         async with line_to(stage) as line:
@@ -683,7 +683,7 @@ async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
 
 
 @in_loop
-async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
+async def test_slow_peers_are_dropped_before_and_after_the_handshake() -> None:
     async with serving(fan_of(FUSE), StageLimits(handshake_seconds=1, frame_seconds=1)) as stage:
         mute = await Bare.dial(stage.address)
         await mute.next()
@@ -710,7 +710,7 @@ async def test_who_trickles_is_dropped_before_and_after_the_handshake() -> None:
 
 
 @in_loop
-async def test_who_does_not_read_is_dropped() -> None:
+async def test_a_peer_that_does_not_read_is_dropped() -> None:
     async with serving(fan_of(WIDE), StageLimits(frame_seconds=0.5, least_rate=1e9)) as stage:
         bare = await Bare.greeted(stage)
         bare.reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -724,7 +724,7 @@ async def test_who_does_not_read_is_dropped() -> None:
 
 
 @in_loop
-async def test_who_was_refused_and_stays_takes_a_place() -> None:
+async def test_a_refused_peer_that_stays_counts_as_a_connection() -> None:
     async with serving(fan_of(FUSE), StageLimits(unproven=3, goodbye_seconds=60)) as stage:
         crowd = []
         for _ in range(8):

@@ -97,7 +97,7 @@ def test_silence_counts_from_when_something_was_due_and_grants_a_round_trip() ->
     assert 100 + SILENCE + 0.1 - 1e-9 <= lost_at <= 100 + SILENCE + 0.12
 
 
-def test_whatever_arrives_is_a_sign_of_life() -> None:
+def test_any_frame_counts_as_a_heartbeat() -> None:
     heartbeat = LineHeartbeat()
     heartbeat.reset(0.0)
     for i in range(100):
@@ -190,7 +190,7 @@ async def test_a_long_computation_is_not_mistaken_for_a_dead_host() -> None:
 
 
 @in_loop
-async def test_who_does_not_wait_any_more_disturbs_nobody() -> None:
+async def test_a_cancelled_request_disturbs_nobody() -> None:
     holding = Slow(MODEL_4)
     holding.seconds = 0.1
     async with serving(holding) as stage, line_to(stage) as line:
@@ -211,7 +211,7 @@ async def test_who_does_not_wait_any_more_disturbs_nobody() -> None:
 
 
 @in_loop
-async def test_nobody_at_home_is_told_in_time() -> None:
+async def test_an_unreachable_stage_is_reported_in_time() -> None:
     line = StageLine("127.0.0.1:9", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
     with pytest.raises(StageLost, match="blocktrain stage"):
         await line.ready(0.3)
@@ -323,7 +323,7 @@ async def test_mutated_answers_break_nothing() -> None:
 
 
 @in_loop
-async def test_a_line_over_tls_trusts_who_is_vouched_for() -> None:
+async def test_a_tls_line_trusts_certificates_of_its_authority() -> None:
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -402,7 +402,7 @@ def test_a_stage_loads_only_the_blocks_that_it_serves(folder: Path, tmp_path: Pa
     assert serve_blocks(RunModel(folder), ()).facts.blocks == (1, 2, 3)
 
 
-def test_what_cannot_be_served_is_told_with_the_fix(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused_with_the_fix(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fusion block"):
         serve_blocks(RunModel(folder), (3, 4))
     with pytest.raises(ConfigError, match="1 to 3"):

@@ -70,7 +70,7 @@ def stored(folder: Path) -> list[tuple[int, str]]:
     return [(event["seq"], event["kind"]) for event in read_events(folder / EVENTS)]
 
 
-def test_a_run_is_told_as_it_happens(tmp_path: Path) -> None:
+def test_events_follow_the_run(tmp_path: Path) -> None:
     clock = SimulatedClock(1000.0)
     with serving(tmp_path, clock) as (coordinator, url, client), ExitStack() as stack:
         worker = FakeWorker(client)
@@ -143,7 +143,7 @@ def heartbeat(worker: FakeWorker, task: m.Task) -> m.Heartbeat:
     )
 
 
-def test_refusals_are_told_and_blamed_on_nobody_who_did_not_sign(tmp_path: Path) -> None:
+def test_refusals_name_a_worker_only_if_it_signed(tmp_path: Path) -> None:
     with serving(tmp_path) as (coordinator, url, client), ExitStack() as stack:
         worker = FakeWorker(client)
         task = worker.joined()
@@ -169,7 +169,7 @@ def test_refusals_are_told_and_blamed_on_nobody_who_did_not_sign(tmp_path: Path)
         assert (found.workers[0].refused, found.blocks[task.block - 1].refused) == (3, 3)
 
 
-def test_workers_that_come_and_go_are_told(tmp_path: Path) -> None:
+def test_workers_that_come_and_go_are_events(tmp_path: Path) -> None:
     clock = SimulatedClock(1000.0)
     with serving(tmp_path, clock) as (_, url, client), ExitStack() as stack:
         worker, other = FakeWorker(client), FakeWorker(client, 2)
@@ -291,7 +291,7 @@ def test_a_log_from_another_hand_is_read_as_far_as_it_goes(tmp_path: Path) -> No
     feed.close()
 
 
-def test_who_does_not_read_is_hung_up_on_and_the_others_go_on(
+def test_a_reader_that_stalls_is_disconnected_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -87,7 +87,7 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: C
     until(lambda: not alive(first), "the end of the scorer")
 
 
-def test_a_run_goes_on_whatever_becomes_of_its_scorer(tmp_path: Path) -> None:
+def test_a_run_continues_when_its_scorer_fails(tmp_path: Path) -> None:
     coordinator = begin(tmp_path)
     scorer = Scorer(coordinator, 256, pause=0.05)
     scorer.start()

@@ -288,9 +288,7 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         require_failure(checks, "tls", "does not speak TLS", f"use {url}")
 
 
-def test_a_check_that_hangs_ends_the_examination(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_hangs_ends_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LIMIT", 0.5)
     with listening(lambda _: None) as url:
         checks = found(tmp_path, url)

@@ -250,9 +250,7 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
     assert_plain(here, corpus)
 
 
-def test_a_worker_joins_again_when_it_is_told_to(
-    place: Callable[..., WorkerRun], corpus: Corpus
-) -> None:
+def test_a_worker_joins_again_on_request(place: Callable[..., WorkerRun], corpus: Corpus) -> None:
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
     forgotten = [Refused(Code.UNKNOWN_WORKER), Refused(Code.MISSING_CHUNKS)]
