@@ -28,7 +28,7 @@ browser:
 # Tests start hundreds of processes: where Python is told to write no bytecode, each of them would compile all sources.
 test: install browser lint
 	$(VENV)/bin/python -m compileall -q src tests
-	$(VENV)/bin/pytest -n $(TESTERS) --dist loadgroup --no-loadscope-reorder --durations=20
+	$(VENV)/bin/pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 lint: install
 	$(VENV)/bin/ruff check .

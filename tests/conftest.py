@@ -46,9 +46,6 @@ LONGEST = (
     "test_bench_coordinator",
     "test_scoring",
 )
-# Long files whose tests share no fixture: each test may run on any core. All other files stay
-# together, because their tests share what is costly to set up.
-SPLIT = ("test_faults", "test_embedded")
 
 WORDS = [
     "amber",
@@ -171,18 +168,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Ctrl-C must reach what tests start, also where the suite runs in the background."""
-    config.addinivalue_line("markers", "xdist_group(name): runs on one core with its group")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    for item in items:  # for --dist loadgroup: what is in one group stays on one core
-        if item.get_closest_marker("xdist_group") is None:
-            alone = item.path.stem in SPLIT
-            item.add_marker(pytest.mark.xdist_group(item.name if alone else item.path.stem))

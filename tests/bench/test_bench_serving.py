@@ -140,7 +140,6 @@ def test_what_does_not_fit_into_rows_is_there(serving_result: dict[str, Any]) ->
 # -- bench failover
 
 
-@pytest.mark.xdist_group("bench_failover")
 def test_answers_survive_kills_and_black_holes(run: Path) -> None:
     counts = ("--kills", str(KILLS), "--blackholes", str(BLACKHOLES))
     result = bench("failover", run.parent, *counts, "--run", str(run), "--rtt-ms", "10")
@@ -165,7 +164,6 @@ def test_answers_survive_kills_and_black_holes(run: Path) -> None:
 # -- bench serving --shape
 
 
-@pytest.mark.xdist_group("bench_shape")
 def test_a_small_shape_is_served_as_the_large_one_is(tmp_path: Path) -> None:
     result = bench("serving", tmp_path, "--shape", "300K", "--tokens", str(TOKENS), "--rtt-ms", "5")
     one, swept = result["rows"]

@@ -13,7 +13,7 @@ OnMessage = Callable[[str, dict[str, Any]], None]
 class LocalChannel:
     """What a job sees of the process that started it."""
 
-    stopped = False
+    should_stop = False
 
     def __init__(self, name: str, on_message: OnMessage) -> None:
         self._name, self._on_message = name, on_message
