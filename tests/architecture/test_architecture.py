@@ -7,6 +7,7 @@ list of file names: a new module is judged by the package that it stands in.
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -123,10 +124,6 @@ def functions(tree: ast.AST) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
-def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-
-
 def test_the_whole_package_is_here() -> None:
     assert {"config.py", "learning/model.py", "cli/__init__.py"} <= set(TREES)
     assert {room(name) for name in TREES} <= set(FLOORS)
@@ -151,11 +148,21 @@ def test_the_control_plane_does_not_know_torch(name: str) -> None:
         assert path is None, " -> ".join(path or ())
 
 
-def test_no_class_name_is_defined_twice() -> None:
+def type_names(tree: ast.Module) -> Iterator[str]:
+    """Classes, and aliases at the top of a file: names of types are the ones in CamelCase."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in [*targets, *([node.target] if isinstance(node, ast.AnnAssign) else [])]:
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z][a-z]\w*", target.id):
+                yield target.id
+
+
+def test_no_type_name_is_defined_twice() -> None:
     places = defaultdict(list)
     for name, tree in TREES.items():
-        for found in classes(tree):
-            places[found.name].append(name)
+        for type_name in type_names(tree):
+            places[type_name].append(name)
     assert not {name: files for name, files in places.items() if len(files) > 1}
 
 

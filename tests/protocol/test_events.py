@@ -27,5 +27,5 @@ def test_the_page_reads_only_fields_of_the_schema() -> None:
 
 
 def test_every_kind_of_ledger_entry_has_one_body() -> None:
-    assert set(ledger.BODIES) == set(get_args(ledger.Kind))
+    assert set(ledger.BODIES) == set(get_args(ledger.EntryKind))
     assert len(set(ledger.BODIES.values())) == len(ledger.BODIES)

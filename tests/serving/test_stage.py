@@ -26,8 +26,8 @@ from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Kind, Run, Why
 from blocktrain.serving.blocks import EulerSteps, ReferenceLayers
-from blocktrain.serving.line.stage_line import Access, Ring, StageLine, StageLost, StageRefused
-from blocktrain.serving.stage.stage import CHECK_SECONDS, Guard, Stage, StageLimits
+from blocktrain.serving.line.stage_line import Ring, StageAccess, StageLine, StageLost, StageRefused
+from blocktrain.serving.stage.stage import CHECK_SECONDS, Stage, StageGuard, StageLimits
 from conftest import random_model, tiny_config
 from support.stages import (
     KEY,
@@ -283,7 +283,7 @@ async def test_the_tail_of_the_paper_over_a_ring_equals_one_machine() -> None:
 @in_loop
 async def test_a_ring_whose_next_host_dies_says_so() -> None:
     async with serving(layers(1), StageLimits(handshake_seconds=1)) as first, line_to(first) as one:
-        last = Stage(layers(2, 3), Guard(KEY))
+        last = Stage(layers(2, 3), StageGuard(KEY))
         await last.start()
         async with line_to(last) as two:
             ring = Ring([one, two])
@@ -458,14 +458,14 @@ async def test_strangers_are_refused_by_name() -> None:
             (KEY, "1" * 64, "", Why.WRONG_FINGERPRINT),
             (KEY, fingerprint, "2" * 64, Why.WRONG_MODEL),
         ):
-            line = StageLine(stage.address, Access(print_, key, model, vocabulary=VOCABULARY))
+            line = StageLine(stage.address, StageAccess(print_, key, model, vocabulary=VOCABULARY))
             with pytest.raises(StageRefused) as refusal:
                 await line.ready()
             assert refusal.value.code == code and not line.alive
             with pytest.raises(StageLost):
                 await line.open(1)
             await line.aclose()
-        wider = StageLine(stage.address, Access(fingerprint, KEY, vocabulary=VOCABULARY + 1))
+        wider = StageLine(stage.address, StageAccess(fingerprint, KEY, vocabulary=VOCABULARY + 1))
         with pytest.raises(StageRefused, match="2 bytes instead of 1") as refusal:
             await wider.ready()
         assert refusal.value.code == Why.WRONG_ID_WIDTH
@@ -503,7 +503,7 @@ async def test_a_stage_that_does_not_know_the_key_is_not_believed() -> None:
     server = await asyncio.start_server(impostor, "127.0.0.1", 0)
     line = StageLine(
         f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
-        Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY),
+        StageAccess(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY),
     )
     with pytest.raises(StageRefused) as refusal:
         await line.ready()
@@ -528,7 +528,7 @@ async def test_there_is_room_for_so_many_sessions_and_connections() -> None:
         assert (await line.run(4, 0, 0, b"ab")).shape == (3, 2, 16)
         async with line_to(stage):
             third = StageLine(
-                stage.address, Access(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY)
+                stage.address, StageAccess(FUSE.config.fingerprint, KEY, vocabulary=VOCABULARY)
             )
             with pytest.raises(StageRefused) as refusal:
                 await third.ready()
@@ -663,7 +663,7 @@ class Ahead(Stage):
 async def test_time_in_which_nobody_read_is_not_held_against_a_frame() -> None:
     holding = Slow(FUSE, 1)
     holding.gate.clear()
-    stage = Ahead(holding, Guard(KEY), StageLimits(waiting=2))
+    stage = Ahead(holding, StageGuard(KEY), StageLimits(waiting=2))
     await stage.start()
     bare = await Bare.greeted(stage)
     bare.say(opening(), 1)

@@ -34,8 +34,8 @@ from blocktrain.serving.blocks import (
 )
 from blocktrain.serving.line.address import format_address, is_loopback, parse_address, read_key
 from blocktrain.serving.line.connection import IDLE_TICKS, SILENCE, TICK, LineHeartbeat
-from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
-from blocktrain.serving.stage.stage import Guard, Stage
+from blocktrain.serving.line.stage_line import StageAccess, StageLine, StageLost, StageRefused
+from blocktrain.serving.stage.stage import Stage, StageGuard
 from conftest import random_model, tiny_config
 from support.command import blocktrain, start
 from support.stages import (
@@ -130,7 +130,7 @@ def test_what_takes_long_to_send_is_granted_its_time() -> None:
 
 @in_loop
 async def test_a_line_comes_back_by_itself_and_sessions_do_not() -> None:
-    first = Stage(fan_of(MODEL_4, 1), Guard(KEY))
+    first = Stage(fan_of(MODEL_4, 1), StageGuard(KEY))
     address = await first.start()
     seen: list[bool] = []
     async with line_to(first) as line:
@@ -143,7 +143,7 @@ async def test_a_line_comes_back_by_itself_and_sessions_do_not() -> None:
             await line.run(1, 0, 2, b"c")
         with pytest.raises(StageLost):
             await line.open(2)
-        again = Stage(fan_of(MODEL_4, 1, 2), Guard(KEY))
+        again = Stage(fan_of(MODEL_4, 1, 2), StageGuard(KEY))
         await again.start(*parse_address(address))
         await until_async(lambda: line.alive)
         assert line.blocks == (1, 2) and line.failures == 1 and seen == [False, True]
@@ -160,7 +160,7 @@ async def test_a_black_hole_is_noticed_within_a_second() -> None:
         for _ in range(5):  # the machine may have been busy
             wire = Wire(stage.address)
             line = StageLine(
-                await wire.start(), Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY)
+                await wire.start(), StageAccess(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY)
             )
             await line.ready()
             await line.open(1)
@@ -212,13 +212,13 @@ async def test_a_cancelled_request_disturbs_nobody() -> None:
 
 @in_loop
 async def test_an_unreachable_stage_is_reported_in_time() -> None:
-    line = StageLine("127.0.0.1:9", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
+    line = StageLine("127.0.0.1:9", StageAccess(CONFIG.fingerprint, vocabulary=VOCABULARY))
     with pytest.raises(StageLost, match="blocktrain stage"):
         await line.ready(0.3)
     await line.aclose()
     with pytest.raises(ConfigError, match="host:port"):
-        StageLine("nowhere", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
-    line = StageLine("no..name:9", Access(CONFIG.fingerprint, vocabulary=VOCABULARY))
+        StageLine("nowhere", StageAccess(CONFIG.fingerprint, vocabulary=VOCABULARY))
+    line = StageLine("no..name:9", StageAccess(CONFIG.fingerprint, vocabulary=VOCABULARY))
     with pytest.raises(StageLost, match="blocktrain stage"):
         await line.ready(0.3)
     await line.aclose()
@@ -260,7 +260,7 @@ async def liar(answer: Callable[[], Sequence[bytes]]) -> AsyncIterator[StageLine
     server = await asyncio.start_server(lie, "127.0.0.1", 0)
     line = StageLine(
         f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
-        Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY),
+        StageAccess(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY),
     )
     try:
         await line.ready()
@@ -327,12 +327,12 @@ async def test_a_tls_line_trusts_certificates_of_its_authority() -> None:
     authority = trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
-    stage = Stage(fan_of(MODEL_4, 1), Guard(KEY, context))
+    stage = Stage(fan_of(MODEL_4, 1), StageGuard(KEY, context))
     await stage.start()
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     line = StageLine(
-        stage.address, Access(CONFIG.fingerprint, KEY, tls=trusting, vocabulary=VOCABULARY)
+        stage.address, StageAccess(CONFIG.fingerprint, KEY, tls=trusting, vocabulary=VOCABULARY)
     )
     await line.ready()
     await line.open(1)
@@ -343,12 +343,14 @@ async def test_a_tls_line_trusts_certificates_of_its_authority() -> None:
     await line.aclose()
     stranger = StageLine(
         stage.address,
-        Access(CONFIG.fingerprint, KEY, tls=ssl.create_default_context(), vocabulary=VOCABULARY),
+        StageAccess(
+            CONFIG.fingerprint, KEY, tls=ssl.create_default_context(), vocabulary=VOCABULARY
+        ),
     )
     with pytest.raises(StageRefused, match="--ca"):
         await stranger.ready()
     await stranger.aclose()
-    plain = StageLine(stage.address, Access(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY))
+    plain = StageLine(stage.address, StageAccess(CONFIG.fingerprint, KEY, vocabulary=VOCABULARY))
     with pytest.raises((StageLost, StageRefused)):
         await plain.ready(0.5)
     await plain.aclose()

@@ -158,7 +158,7 @@ STATUS = status.Status(
     refusals={Code.TOO_STALE: 1},
     scores={"block-1": 1.5},
 )
-FACTS: dict[ledger.Kind, Message] = {
+FACTS: dict[ledger.EntryKind, Message] = {
     "run": ledger.RunFacts(
         protocol=PROTOCOL,
         run=RUN,

@@ -24,8 +24,8 @@ from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Decoder, Frame, Header
 from blocktrain.runs.folder import RunFolder, create_run, publish, seal
 from blocktrain.serving.blocks import FanBlocks, Rows, ServedBlocks
-from blocktrain.serving.line.stage_line import Access, StageLine
-from blocktrain.serving.stage.stage import Guard, Stage, StageLimits
+from blocktrain.serving.line.stage_line import StageAccess, StageLine
+from blocktrain.serving.stage.stage import Stage, StageGuard, StageLimits
 from conftest import random_model
 
 VOCABULARY = 256  # of the models of tests
@@ -117,7 +117,7 @@ def fan_of(model: Model, *numbers: int) -> FanBlocks:
 async def serving(
     served: ServedBlocks, limits: StageLimits | None = None, key: bytes = KEY
 ) -> AsyncIterator[Stage]:
-    stage = Stage(served, Guard(key), limits)
+    stage = Stage(served, StageGuard(key), limits)
     await stage.start()
     try:
         yield stage
@@ -132,7 +132,7 @@ async def line_to(
     address = stage
     if isinstance(stage, Stage):
         address, fingerprint = stage.address, fingerprint or stage.blocks.facts.fingerprint
-    line = StageLine(str(address), Access(fingerprint, key, vocabulary=VOCABULARY))
+    line = StageLine(str(address), StageAccess(fingerprint, key, vocabulary=VOCABULARY))
     try:
         await line.ready()
         yield line

@@ -21,7 +21,7 @@ from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
 from blocktrain.watch.feed import EVENTS, Listener, read_events
 from blocktrain.watch.scorer import sample_cross_entropies
-from blocktrain.watch.scoring import Scorer
+from blocktrain.watch.scoring import ScoringThread
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.worker.task import read_blocks
 from support.fake_worker import FakeWorker, as_task, begin
@@ -67,7 +67,7 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: C
     wanted = expected(coordinator, corpus)
     listener = Listener(kinds=("score",))
     coordinator.feed.listen(listener)
-    scorer = Scorer(coordinator, 1 << 20, pause=0.05)
+    scorer = ScoringThread(coordinator, 1 << 20, pause=0.05)
     scorer.start()
     try:
         scored = until(listener.take, "a score", LONG)[0].value
@@ -89,7 +89,7 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: C
 
 def test_a_run_continues_when_its_scorer_fails(tmp_path: Path) -> None:
     coordinator = begin(tmp_path)
-    scorer = Scorer(coordinator, 256, pause=0.05)
+    scorer = ScoringThread(coordinator, 256, pause=0.05)
     scorer.start()
     worker = FakeWorker(coordinator)
     task = worker.joined()
@@ -119,9 +119,9 @@ def test_a_scorer_dies_with_its_coordinator(tmp_path: Path) -> None:
 import time
 from pathlib import Path
 from blocktrain.watch.server import open_coordinator
-from blocktrain.watch.scoring import Scorer
+from blocktrain.watch.scoring import ScoringThread
 coordinator = open_coordinator(Path({str(tmp_path)!r}))
-scorer = Scorer(coordinator, 256)
+scorer = ScoringThread(coordinator, 256)
 scorer.start()
 while scorer.process is None or not coordinator.feed.scores:
     time.sleep(0.02)

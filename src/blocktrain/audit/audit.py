@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from blocktrain.audit.evidence import (
+    AuditProgress,
+    CheckName,
     EvidenceSource,
     Finding,
-    Name,
-    Progress,
     RunRecord,
     Totals,
     read_verified,
@@ -45,7 +45,7 @@ from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
-Part = tuple[ledger.Part, UpdateBody]
+MergedPart = tuple[ledger.Part, UpdateBody]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Audit:
 
 
 def audit(
-    source: EvidenceSource, *, retrain: bool = False, progress: Progress = lambda *_: None
+    source: EvidenceSource, *, retrain: bool = False, progress: AuditProgress = lambda *_: None
 ) -> Audit:
     """Check a run; with `retrain` also train every update again.
 
@@ -152,7 +152,7 @@ class Auditor:
     )  # by block: the entry of its newest version
     totals: Totals = field(default_factory=dict)
 
-    def report(self, name: Name, entry: int, sentence: str) -> None:
+    def report(self, name: CheckName, entry: int, sentence: str) -> None:
         self.findings.append(Finding(name, entry, sentence))
 
     def follow(self, entry: ledger.LedgerEntry) -> None:
@@ -366,7 +366,7 @@ class Auditor:
         block: int,
         parts: Sequence[ledger.Part],
         dropped: Mapping[str, str],
-    ) -> list[Part]:
+    ) -> list[MergedPart]:
         """Every update is named once, after it was accepted, in its own block.
 
         Returns the parts for which this holds.
@@ -411,7 +411,11 @@ class Auditor:
             return None
 
     def _shares(
-        self, entry: ledger.LedgerEntry, version: VersionBody, parts: Sequence[Part], name: str
+        self,
+        entry: ledger.LedgerEntry,
+        version: VersionBody,
+        parts: Sequence[MergedPart],
+        name: str,
     ) -> None:
         total = math.fsum(update.tokens * update.weight for _, update in parts)
         for part, update in parts:
@@ -443,7 +447,11 @@ class Auditor:
             )
 
     def _weights(
-        self, entry: ledger.LedgerEntry, version: VersionBody, parts: Sequence[Part], name: str
+        self,
+        entry: ledger.LedgerEntry,
+        version: VersionBody,
+        parts: Sequence[MergedPart],
+        name: str,
     ) -> None:
         before = self.chains[version.block][-1]
         current = tensors.unpack(read_verified(self.source, before.weights))

@@ -17,7 +17,7 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.open import read_blobs, read_store
 
 Totals = dict[str, tuple[int, int]]  # worker -> updates and tokens that became part of a version
-Name = Literal[
+CheckName = Literal[
     "chain",  # the ledger was changed, cut or reordered
     "manifest",  # what the coordinator signed is not in the ledger
     "malformed",  # an entry cannot be read
@@ -43,14 +43,14 @@ Name = Literal[
     "retrain",  # trained again to other bytes
     "lineage",
 ]
-Progress = Callable[[str, int, int], None]
+AuditProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Finding:
     """Something that is wrong."""
 
-    name: Name
+    name: CheckName
     entry: int  # of the ledger; 0: the run as a whole
     sentence: str
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blocktrain.audit.evidence import Finding, Name, Progress
+from blocktrain.audit.evidence import AuditProgress, CheckName, Finding
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
@@ -49,7 +49,7 @@ def retrain(
     joins: Mapping[str, ledger.JoinFacts],
     updates: Updates,
     read: Read,
-    progress: Progress,
+    progress: AuditProgress,
 ) -> tuple[int, list[Finding]]:
     """How many updates were trained again, and the findings.
 
@@ -110,7 +110,7 @@ def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Find
 
 def _retrain_update(
     update: UpdateBody, config: Config, text: Ids, states: Mapping[int, _TaskState], read: Read
-) -> tuple[list[tuple[Name, str]], _TaskState | None]:
+) -> tuple[list[tuple[CheckName, str]], _TaskState | None]:
     """Train an update again, and compare the result with what was sent."""
     order, sent = update.order, update.submission
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
@@ -124,7 +124,7 @@ def _retrain_update(
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
     lineage = ledger.lineage(parent.lineage if parent else None, order, sent.continued)
-    problems: list[tuple[Name, str]] = []
+    problems: list[tuple[CheckName, str]] = []
     if sent.lineage != lineage:
         problems.append(("lineage", f"{name} comes from another optimizer state than it says"))
     if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
@@ -197,7 +197,7 @@ def _difference(sent: Submission, payload: bytes, trainer: Trainer, read: Read) 
     return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
 
 
-def _device_note(joins: Mapping[str, ledger.JoinFacts], update: UpdateBody, name: Name) -> str:
+def _device_note(joins: Mapping[str, ledger.JoinFacts], update: UpdateBody, name: CheckName) -> str:
     """Honest work can differ: the finding says on which device it was trained."""
     if name != "retrain":
         return ""

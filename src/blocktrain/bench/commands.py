@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blocktrain.bench.machine import header
+from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.memory import measure_memory
 from blocktrain.bench.quality import quality as jobs_of
 from blocktrain.bench.quality import table
@@ -24,8 +24,6 @@ from blocktrain.learning.data import Source
 from blocktrain.processes import Job, run_jobs
 from blocktrain.runs.folder import read_json, write_json
 from blocktrain.terminal import JobBars, bar, console, rows_table
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class QualityOptions:
         return make_config({**jobs_of.SCALES[self.scale], **self.settings, "seed": seed})
 
 
-def quality(options: QualityOptions) -> Result:
+def quality(options: QualityOptions) -> BenchResult:
     """All rows for all seeds; leaves quality.json and quality.png in the folder."""
     options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
@@ -93,7 +91,7 @@ def quality(options: QualityOptions) -> Result:
     return result
 
 
-def tune(options: QualityOptions) -> Result:
+def tune(options: QualityOptions) -> BenchResult:
     """The learning-rate grid of one seed; leaves tune.json in the folder."""
     seed = options.seeds[0]
     folder = options.folder / f"tune-{seed}"
@@ -113,13 +111,13 @@ def tune(options: QualityOptions) -> Result:
     return result
 
 
-def memory(command: str, seed: int) -> Result:
+def memory(command: str, seed: int) -> BenchResult:
     """See `bench.memory`."""
     with bar("measuring memory") as progress:
         return {**header(command, seed), **measure_memory(seed=seed, progress=progress)}
 
 
-def step(command: str, seed: int, repeats: int) -> Result:
+def step(command: str, seed: int, repeats: int) -> BenchResult:
     """See `bench.step`."""
     with bar("measuring steps") as progress:
         return {
@@ -128,7 +126,7 @@ def step(command: str, seed: int, repeats: int) -> Result:
         }
 
 
-def transport(options: TransportOptions, command: str) -> Result:
+def transport(options: TransportOptions, command: str) -> BenchResult:
     """See `bench.transport`; leaves transport.json and transport.png in the folder."""
     options.source.require_outside(options.folder)
     options.source.open().require(options.config(0).context)
@@ -152,7 +150,7 @@ def transport(options: TransportOptions, command: str) -> Result:
 
 def coordinator(
     swarm: SwarmOptions, transfers: TransferOptions, folder: Path, command: str
-) -> Result:
+) -> BenchResult:
     """See `transport.coordinator` and `transport.transfers`; writes JSON and plot to the folder."""
     with bar(f"{swarm.workers} workers") as progress:
         figures = measure_swarm(swarm, progress)
@@ -169,7 +167,7 @@ def coordinator(
     return result
 
 
-def show(result: Result, as_json: bool) -> None:
+def show(result: BenchResult, as_json: bool) -> None:
     """JSON on stdout, or the rows as a table and the rest as lines."""
     if as_json:
         print(json.dumps(result))
@@ -189,7 +187,7 @@ def show(result: Result, as_json: bool) -> None:
             console.print(f"{key}: {value}")
 
 
-def _flat(row: Result) -> Result:
+def _flat(row: BenchResult) -> BenchResult:
     return {key: value for key, value in row.items() if not isinstance(value, dict | list)}
 
 

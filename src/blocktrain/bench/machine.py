@@ -12,6 +12,9 @@ import torch
 
 from blocktrain.learning.tokenizer import Bytes
 
+BenchResult = dict[str, Any]
+"""What a bench prints as JSON."""
+
 
 def header(command: str, seed: int) -> dict[str, Any]:
     """Command, seed and machine. Nothing in it names a host or a person."""

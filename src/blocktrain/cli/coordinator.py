@@ -23,7 +23,7 @@ from blocktrain.cli.environment import (
     data_folder,
     new_run_folder,
 )
-from blocktrain.cli.flags import Coordination, Json, Settings, Token, at_least, named_settings
+from blocktrain.cli.flags import Coordination, Json, SettingsFlags, Token, at_least, named_settings
 from blocktrain.config import Config, make_config, read_settings
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.errors import ConfigError
@@ -106,7 +106,7 @@ def coordinator(
     address: Annotated[ListenFlags | None, Parameter(name="*")] = None,
     config: Path | None = None,
     flags: Annotated[CoordinatorFlags | None, Parameter(name="*")] = None,
-    settings: Settings = None,
+    settings: SettingsFlags = None,
     coordination: Coordination = None,
     json_: Json = False,
 ) -> None:
@@ -255,12 +255,12 @@ def _serve(
 ) -> None:
     """Answer at once, prepare the run meanwhile, and print what happens until stopped."""
     from blocktrain.terminal import warn
-    from blocktrain.watch.scoring import Scorer
+    from blocktrain.watch.scoring import ScoringThread
     from blocktrain.web.server import allow_connections
 
     allow_connections()
     server.start()
-    scorer = Scorer(running, flags.score_bytes, warn)
+    scorer = ScoringThread(running, flags.score_bytes, warn)
     try:
         if not running.ready:
             _prepare(running, *request)

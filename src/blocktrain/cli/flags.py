@@ -70,7 +70,7 @@ def _number(kind: type, tokens: Sequence[Word]) -> float:
         ) from None
 
 
-Settings = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
+SettingsFlags = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
 VARIES = (
     "seed",
     "objective",

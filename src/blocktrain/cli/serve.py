@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blocktrain.serving.entry.route import FindStages
     from blocktrain.serving.openai_api import ServingRules
     from blocktrain.serving.openai_messages import Defaults
-    from blocktrain.serving.stage.stage import Guard, Stage
+    from blocktrain.serving.stage.stage import Stage, StageGuard
     from blocktrain.web.client import HttpClient
     from blocktrain.web.server import Where
 
@@ -334,12 +334,14 @@ class StageFlags:
             )
         return host, port
 
-    def guard(self) -> Guard:
+    def guard(self) -> StageGuard:
         """The secret and the certificates of its connections."""
-        from blocktrain.serving.stage.stage import Guard
+        from blocktrain.serving.stage.stage import StageGuard
 
         secret = read_key(self.key) if self.key else b""
-        return Guard(secret, _server_tls(*self.tls) if self.tls else None, _client_tls(self.ca))
+        return StageGuard(
+            secret, _server_tls(*self.tls) if self.tls else None, _client_tls(self.ca)
+        )
 
 
 def _server_tls(certificate: Path, key: Path) -> ssl.SSLContext:

@@ -22,7 +22,15 @@ from blocktrain.cli.environment import (
     require_model,
     source,
 )
-from blocktrain.cli.flags import EvalBytes, Json, Settings, Threads, Yes, at_least, named_settings
+from blocktrain.cli.flags import (
+    EvalBytes,
+    Json,
+    SettingsFlags,
+    Threads,
+    Yes,
+    at_least,
+    named_settings,
+)
 from blocktrain.config import make_config, read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
 
@@ -56,7 +64,7 @@ def train(
     flags: Annotated[TrainFlags | None, Parameter(name="*")] = None,
     preset: str | None = None,
     config: Path | None = None,
-    settings: Settings = None,
+    settings: SettingsFlags = None,
     json_: Json = False,
 ) -> None:
     """Train all blocks of a model on this machine, each in its own process, then the fusion block.

@@ -51,7 +51,7 @@ _UNPROVEN = (  # raised before the signature is checked: no worker is blamed
 )
 _RETRY = (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED)
 
-Count = Callable[[str, str, int, float], None]
+CountRequest = Callable[[str, str, int, float], None]
 """(method, path, status, seconds) of an answer."""
 
 
@@ -67,7 +67,7 @@ class CoordinatorFront(Front):
         token: str = "",
         operator_token: str = "",
         on_fatal: Callable[[BlockTrainError], None] = lambda _: None,
-        on_answer: Count = lambda *_: None,
+        on_answer: CountRequest = lambda *_: None,
     ) -> None:
         super().__init__(whole=True)
         self.coordinator, self.on_fatal, self._on_answer = coordinator, on_fatal, on_answer

@@ -24,9 +24,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.generic]
+NumpyArray = NDArray[np.generic]
 Wide = NDArray[np.float64]
-State = Mapping[str, Array]
+State = Mapping[str, NumpyArray]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class RejectedUpdate:
 class MergeResult:
     """The next version, or why there is none. `used` and `rejected` name every update."""
 
-    state: dict[str, Array] | None
-    momentum: dict[str, Array] | None
+    state: dict[str, NumpyArray] | None
+    momentum: dict[str, NumpyArray] | None
     used: tuple[Candidate, ...]
     rejected: tuple[RejectedUpdate, ...]
     norms: tuple[float, ...]  # to be handed to the next merge
@@ -278,10 +278,10 @@ def _delta(before: MergeContext, update: Update, name: str) -> Wide:
 
 def _outer_step(
     before: MergeContext, used: Sequence[Candidate], combine: Combine
-) -> tuple[dict[str, Array], dict[str, Array] | None]:
+) -> tuple[dict[str, NumpyArray], dict[str, NumpyArray] | None]:
     o = before.options
-    state: dict[str, Array] = {}
-    momentum: dict[str, Array] = {}
+    state: dict[str, NumpyArray] = {}
+    momentum: dict[str, NumpyArray] = {}
     for name in sorted(before.current):
         current = before.current[name]
         if not _is_float(current):
@@ -305,14 +305,14 @@ def _outer_step(
     return state, (momentum if o.outer == "nesterov" else None)
 
 
-def _is_float(array: Array) -> bool:
+def _is_float(array: NumpyArray) -> bool:
     return array.dtype.kind == "f"
 
 
-def _wide(array: Array) -> Wide:
+def _wide(array: NumpyArray) -> Wide:
     return array.astype(np.float64, order="C")  # one layout: the order of a sum follows it
 
 
-def _narrow(array: Wide, like: Array) -> Array:
+def _narrow(array: Wide, like: NumpyArray) -> NumpyArray:
     with np.errstate(over="ignore"):  # the finite guard speaks about it
         return np.asarray(array).astype(like.dtype)

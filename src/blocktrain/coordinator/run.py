@@ -50,8 +50,8 @@ PRUNE_SECONDS = 600.0  # how often old nonces are removed
 
 Body = dict[str, Any]  # of a ledger entry
 Note = tuple[str, Body]  # kind and body of a ledger entry that is not linked yet
-Traffic = tuple[int, int]  # bytes in and out
-NO_TRAFFIC: Traffic = (0, 0)
+ByteCounts = tuple[int, int]  # bytes in and out
+NO_TRAFFIC: ByteCounts = (0, 0)
 
 
 class Observer(Protocol):
@@ -168,10 +168,10 @@ class TrafficCounter:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._open: dict[tuple[int, str], Traffic] = {}  # since the last commit
+        self._open: dict[tuple[int, str], ByteCounts] = {}  # since the last commit
         self._snapshot: list[ByteCount] = []
-        self.by_block: dict[int, Traffic] = defaultdict(lambda: NO_TRAFFIC)
-        self.by_worker: dict[str, Traffic] = defaultdict(lambda: NO_TRAFFIC)
+        self.by_block: dict[int, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
+        self.by_worker: dict[str, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
         self.total = NO_TRAFFIC
 
     def begin(self, committed: Iterable[ByteCount]) -> None:
@@ -209,7 +209,7 @@ class TrafficCounter:
             self._snapshot = []
 
 
-def _plus(traffic: Traffic, count: ByteCount) -> Traffic:
+def _plus(traffic: ByteCounts, count: ByteCount) -> ByteCounts:
     return traffic[0] + count.bytes_in, traffic[1] + count.bytes_out
 
 

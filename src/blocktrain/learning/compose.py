@@ -38,7 +38,7 @@ from blocktrain.learning.model import (
 from blocktrain.learning.noise import edm, euler_step, in_tail, noise_levels
 from blocktrain.learning.objective import Loss, denoise_logits, denoise_loss, fusion_loss, next_loss
 
-Stage = Callable[[Tensor, int], Tensor]
+FeatureStage = Callable[[Tensor, int], Tensor]
 Scorer = Callable[[Tensor, int], Tensor]
 Predictors = Callable[[Tensor, int], dict[str, Tensor]]
 """(tokens (B, T), index of the first row) -> log-probabilities or logits (B, T, V) by name."""
@@ -367,7 +367,7 @@ class LocalStage:
 class FanScorer:
     """All stages read the same ids; a readout combines their features."""
 
-    def __init__(self, stages: Sequence[Stage], readout: FanReadout) -> None:
+    def __init__(self, stages: Sequence[FeatureStage], readout: FanReadout) -> None:
         self.stages, self.readout = stages, readout
         self.cache = readout.new_cache()
 

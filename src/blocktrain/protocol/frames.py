@@ -13,6 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from blocktrain.config import Topology
 from blocktrain.errors import BlockTrainError
 
 MAGIC = b"BTF1"
@@ -25,7 +26,6 @@ NONCE = 32  # bytes
 BUFFER = 1 << 16
 
 Buffer = bytes | bytearray | memoryview
-Topology = Literal["fan", "ring"]
 Wire = Literal["fp32", "fp16"]
 Role = Literal["entry", "stage"]
 ID_WIDTHS = {1: "B", 2: "H", 4: "I"}  # bytes of a token id, and its `struct` format

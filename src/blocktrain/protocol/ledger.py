@@ -45,7 +45,7 @@ BEGINNING = "0" * 64  # `previous` of the first entry
 MAX_BODY = 1 << 20
 M = TypeVar("M", bound=Message)
 
-Kind = Literal[
+EntryKind = Literal[
     "run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"
 ]
 
@@ -55,7 +55,7 @@ class LedgerEntry(Message):
 
     seq: Number
     """From 1."""
-    kind: Kind
+    kind: EntryKind
     body: Annotated[str, Field(max_length=MAX_BODY)]
     """Canonical JSON of an object; it has at least the fields of the facts of its kind."""
     previous: Sha256
@@ -206,7 +206,7 @@ class RoundBody(RoundFacts):
     dropped: dict[Sha256, str] = Field(default_factory=dict)
 
 
-BODIES: dict[Kind, type[Message]] = {
+BODIES: dict[EntryKind, type[Message]] = {
     "run": RunBody,
     "start": StartFacts,
     "join": JoinFacts,

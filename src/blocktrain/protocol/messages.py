@@ -40,7 +40,7 @@ BlockIndex = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
 Number = Annotated[int, Field(ge=1, le=_EXACT)]
 Count = Annotated[int, Field(ge=0, le=_EXACT)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
-Loss = Annotated[float, Field(ge=0, le=1e9)]
+LossValue = Annotated[float, Field(ge=0, le=1e9)]
 Weight = Annotated[float, Field(ge=0, le=1)]
 Speed = Annotated[float, Field(ge=0, le=1e9)]
 Settings = Annotated[
@@ -255,7 +255,7 @@ class Heartbeat(Signed):
     fence: Number
     step: Count
     """Steps of the task that are made."""
-    loss: Loss | None = None
+    loss: LossValue | None = None
     bytes: Count
     """Of the payload that are sent."""
     nonce: Nonce
@@ -297,9 +297,9 @@ class Submission(Signed):
     steps: Number
     tokens: Number
     """Bytes of text that were predicted."""
-    loss_before: Loss
+    loss_before: LossValue
     """Mean loss of the first step."""
-    loss_after: Loss
+    loss_after: LossValue
     """Mean loss of the last step."""
     seconds: Seconds = 0.0
     """Spent on the steps alone, by the worker's clock; 0 is not measured.

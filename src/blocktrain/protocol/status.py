@@ -14,7 +14,7 @@ from blocktrain.protocol.messages import (
     Blob,
     BlockIndex,
     Count,
-    Loss,
+    LossValue,
     Message,
     Name,
     Number,
@@ -61,7 +61,7 @@ class BlockStatus(Traffic):
     weights: Blob
     steps: Count
     tokens: Count
-    loss: Loss | None = None
+    loss: LossValue | None = None
     accepted: Count
     refused: Count
     late: Count
@@ -82,7 +82,7 @@ class WorkerStatus(Traffic):
     task: Number | None = None
     step: Count = 0
     steps: Count = 0
-    loss: Loss | None = None
+    loss: LossValue | None = None
     speed: Speed = 0.0
     accepted: Count = 0
     refused: Count = 0
@@ -112,7 +112,7 @@ class Status(Traffic):
     workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=MAX_WORKERS)]
     """All that are here, then as many of the others as there is room for."""
     refusals: dict[Code, Count] = Field(default_factory=dict)
-    scores: dict[Name, Loss] = Field(default_factory=dict)
+    scores: dict[Name, LossValue] = Field(default_factory=dict)
     """Cross entropy on the valid part by what was scored: block-1, pool, fused."""
     scores_seconds: Seconds | None = None
     """Since they were computed."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from blocktrain.config import Config
+from blocktrain.config import Config, Topology
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import euler_hop, in_pieces, middle_noise
 from blocktrain.learning.model import (
@@ -31,7 +31,6 @@ from blocktrain.learning.model import (
 )
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
-from blocktrain.protocol.frames import Topology
 
 T = TypeVar("T")
 SessionMemory = Any

@@ -39,8 +39,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
 }
 
-Mode = Literal["autoregressive", "sweep", "exact"]
-Draft = Literal["first-block", "none"]
+ModeName = Literal["autoregressive", "sweep", "exact"]
+DraftName = Literal["first-block", "none"]
 
 
 class ApiError(BlockTrainError):
@@ -91,9 +91,9 @@ class Completion(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    mode: Mode | None = None
+    mode: ModeName | None = None
     sweeps: Annotated[int, Field(ge=1, le=MAX_SWEEPS)] | None = None
-    draft: Draft | None = None
+    draft: DraftName | None = None
     allow_degraded: bool | None = None
 
     @field_validator("prompt", mode="before")
@@ -171,9 +171,9 @@ def _validation_error(error: ValidationError) -> ApiError:
 class Defaults:
     """What a server uses for fields that a request leaves out."""
 
-    mode: Mode = "exact"
+    mode: ModeName = "exact"
     sweeps: int = 1
-    draft: Draft = "first-block"
+    draft: DraftName = "first-block"
     allow_degraded: bool = True
     deadline: float = 600.0
 

@@ -18,11 +18,11 @@ from typing import Any, Protocol, get_args
 
 from blocktrain.errors import Conflict
 from blocktrain.protocol.identity import canonical_json
-from blocktrain.protocol.ledger import BEGINNING, Kind, LedgerEntry, entry_hash
+from blocktrain.protocol.ledger import BEGINNING, EntryKind, LedgerEntry, entry_hash
 from blocktrain.protocol.messages import update_id
 
 PIECE = 1 << 20  # bytes that are read from a blob at a time
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 _NAME = re.compile(r"[0-9a-f]{64}\Z")
 
 

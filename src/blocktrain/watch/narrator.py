@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blocktrain.coordinator.rounds import is_alive, target_replicas
+from blocktrain.coordinator.run import Body
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch.feed import Feed
@@ -28,8 +29,6 @@ EVENT_KINDS = (
     "kick",
     "finish",
 )  # entries of the ledger that are events
-
-Body = dict[str, Any]
 
 
 @dataclass

@@ -22,10 +22,10 @@ PAUSE_SECONDS = 10.0
 PAUSE_FACTOR = 5  # of the time that the last scoring took
 MAX_FAILURES = 3  # in a row, before scoring is given up
 
-Request = dict[str, Any]
+ScoreRequest = dict[str, Any]
 
 
-class Scorer:
+class ScoringThread:
     """Scores at once, then new versions with pauses in between, then the finished run."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Scorer:
         finally:
             self._settled.set()
 
-    def _next(self, due: float, scored: list[str] | None) -> Request | None:
+    def _next(self, due: float, scored: list[str] | None) -> ScoreRequest | None:
         """Wait for the next request; None if there is nothing more to score."""
         while not self._stopped:
             self._news.clear()
@@ -114,7 +114,7 @@ class Scorer:
             self._news.wait()
         return None
 
-    def _request(self) -> Request:
+    def _request(self) -> ScoreRequest:
         run = self._coordinator.run
         newest = run.newest_versions()
         features = run.features_of(run.config.fusion) if run.config.fusion else ()
@@ -140,7 +140,7 @@ class Scorer:
             "event": event,
         }
 
-    def _ask(self, request: Request) -> dict[str, Any]:
+    def _ask(self, request: ScoreRequest) -> dict[str, Any]:
         """The child's answer; one that has died is replaced."""
         with self._mutex:
             if self._stopped:

@@ -19,7 +19,7 @@ from blocktrain.bench.network.shaper import (
 )
 from blocktrain.errors import RunError
 
-Kind = Literal["namespaces", "processes"]
+HostKind = Literal["namespaces", "processes"]
 MOST = 250
 
 
@@ -28,7 +28,7 @@ class Host:
     """A place to start processes in, and the link through which they reach the server."""
 
     name: str
-    kind: Kind
+    kind: HostKind
     link: ShapedLink
 
     @property
@@ -42,7 +42,7 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, link: Link, port: int, kind: Kind | None = None) -> Iterator[list[Host]]:
+def hosts(count: int, link: Link, port: int, kind: HostKind | None = None) -> Iterator[list[Host]]:
     """Hosts that reach a loopback port of this machine, each through its own link."""
     if not 1 <= count <= MOST:
         raise RunError(f"between 1 and {MOST} hosts, not {count}")

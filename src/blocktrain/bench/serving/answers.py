@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
+from blocktrain.bench.machine import BenchResult
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.generate import Mode, Picker, Sampler, Text, Tokens, common_prefix
 from blocktrain.learning.tokenizer import Bytes
@@ -25,7 +26,6 @@ from blocktrain.serving.entry.failover import AnswerFailed
 from blocktrain.serving.line.stage_line import StageLine, StageLost
 
 PATIENCE = 3  # times that an answer is begun again when its ring broke
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Measurement:
     answers: list[TimedAnswer]
     wire_bytes: int  # between hosts, by all of them
 
-    def row(self, rtt_ms: float) -> Result:
+    def row(self, rtt_ms: float) -> BenchResult:
         """The figures, without what is predicted and how good the text is."""
         count = len(self.answers)
         total = sum(len(answer.text) for answer in self.answers)
@@ -179,7 +179,9 @@ class Measurement:
         return {str(accepted): counts[accepted] for accepted in sorted(counts)}
 
 
-async def users_at_once(entry: Entry, way: Way, prompts: Sequence[Prompt], output: int) -> Result:
+async def users_at_once(
+    entry: Entry, way: Way, prompts: Sequence[Prompt], output: int
+) -> BenchResult:
     """One user per prompt, all at once: bytes per second of all, and seconds of each."""
     began = time.perf_counter()
     answers = await asyncio.gather(

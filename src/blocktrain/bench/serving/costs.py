@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from blocktrain.bench.serving.answers import Result, Way
+from blocktrain.bench.machine import BenchResult
+from blocktrain.bench.serving.answers import Way
 from blocktrain.config import Config
 from blocktrain.learning.generate import Drafter, Picker, Sampler
 from blocktrain.protocol import frames
@@ -30,7 +31,7 @@ from blocktrain.serving.entry.drafting import (
 from blocktrain.serving.entry.failover import FanModel
 from blocktrain.serving.entry.fan import Fusion
 from blocktrain.serving.line.connection import Connection
-from blocktrain.serving.line.stage_line import Access, StageLine
+from blocktrain.serving.line.stage_line import StageAccess, StageLine
 
 FLOAT = 4  # bytes
 REPEATS = 7  # of a timing whose median counts
@@ -39,7 +40,7 @@ REPEATS = 7  # of a timing whose median counts
 class TimedLine(StageLine):
     """A line that keeps what stages say about the time they computed."""
 
-    def __init__(self, name: str, access: Access) -> None:
+    def __init__(self, name: str, access: StageAccess) -> None:
         super().__init__(name, access)
         self.compute_seconds: list[float] = []  # seconds
 
@@ -54,7 +55,7 @@ class TimedLine(StageLine):
 
 
 @asynccontextmanager
-async def timed_line(name: str, access: Access) -> AsyncIterator[TimedLine]:
+async def timed_line(name: str, access: StageAccess) -> AsyncIterator[TimedLine]:
     """A line to a stage of this machine, ready to be asked."""
     line = TimedLine(name, access)
     await line.ready(30.0)
@@ -167,7 +168,7 @@ class Costs:
     overhead: float
     acceptance: float
 
-    def as_result(self) -> Result:
+    def as_result(self) -> BenchResult:
         """For the result."""
         return {
             name: value if value is None or isinstance(value, float | int) else asdict(value)

@@ -21,7 +21,7 @@ from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.entry.failover import FanModel, Terms
 from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.route import Route
-from blocktrain.serving.line.stage_line import Access
+from blocktrain.serving.line.stage_line import StageAccess
 
 LENGTHS = (31, 7, 15, 3, 23, 1, 11)  # of the drafts, in turn: every number of rows from two to 32
 AT_ONCE = 4  # texts that are written side by side, so that stages batch them
@@ -50,7 +50,9 @@ async def open_fan_model(folder: Path, route: Sequence[str]) -> AsyncIterator[Fa
     config, thread = source.config, ComputeThread()
     lines = Route(
         route,
-        Access(config.fingerprint, b"", source.model, vocabulary=tokenizer_of(config).vocabulary),
+        StageAccess(
+            config.fingerprint, b"", source.model, vocabulary=tokenizer_of(config).vocabulary
+        ),
     )
     local = FanBlocks(config, source.load_blocks([1]), source.model)
     readout = source.load_readout()

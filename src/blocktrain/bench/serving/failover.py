@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from blocktrain.bench.machine import header
+from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.network.shaper import Link, ShapedLink
-from blocktrain.bench.serving.answers import Prompt, Result, Way, quantile, take_prompts, write
+from blocktrain.bench.serving.answers import Prompt, Way, quantile, take_prompts, write
 from blocktrain.bench.serving.stages import StageProcess, links, names, split, stages
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, RunError
@@ -106,7 +106,7 @@ class Case:
     failovers: int
 
 
-def failover(options: FailoverOptions, command: str) -> Result:
+def failover(options: FailoverOptions, command: str) -> BenchResult:
     """Figures of all cases; writes failover.json to the folder."""
     config = read_manifest(options.run).config
     if config.traits.topology == "ring" or config.independent < 2:
@@ -138,9 +138,9 @@ def failover(options: FailoverOptions, command: str) -> Result:
     return result
 
 
-def summary(cases: Sequence[Case]) -> Result:
+def summary(cases: Sequence[Case]) -> BenchResult:
     """Kills and black holes apart."""
-    figures: Result = {}
+    figures: BenchResult = {}
     for harm, plural, prefix in (("kill", "kills", ""), ("blackhole", "blackholes", "blackhole_")):
         mine = [case for case in cases if case.harm == harm]
         figures |= {plural: len(mine), f"{prefix}identical": sum(case.identical for case in mine)}
@@ -158,8 +158,8 @@ async def _measure(
     config: Config,
     processes: Sequence[StageProcess],
     lines: Sequence[ShapedLink],
-    report: Callable[[str, Result], None],
-) -> tuple[list[Case], Result]:
+    report: Callable[[str, BenchResult], None],
+) -> tuple[list[Case], BenchResult]:
     entry = Entry(RunModel(options.run), names(lines))
     draws = random.Random(options.seed)
     cases: list[Case] = []
@@ -267,7 +267,7 @@ class Fault:
         return None
 
 
-async def _without_replica(entry: Entry, hosts: Sequence[StageHost], prompt: Prompt) -> Result:
+async def _without_replica(entry: Entry, hosts: Sequence[StageHost], prompt: Prompt) -> BenchResult:
     """All holders of a block fail: the answer is degraded, or refused in time; then they return."""
     for host in hosts:
         await host.back()

@@ -7,13 +7,12 @@ import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
-from blocktrain.bench.machine import random_text
+from blocktrain.bench.machine import BenchResult, random_text
 from blocktrain.bench.network.shaper import Link
-from blocktrain.bench.serving.answers import Prompt, Result, Way, write
+from blocktrain.bench.serving.answers import Prompt, Way, write
 from blocktrain.bench.serving.stages import links, names, split, stages
-from blocktrain.config import Config, make_config
+from blocktrain.config import Config, Topology, make_config
 from blocktrain.learning.compose import build_block
 from blocktrain.learning.model import build_reference
 from blocktrain.learning.train import REFERENCE
@@ -22,7 +21,6 @@ from blocktrain.runs.served import RunModel
 from blocktrain.serving.entry.entry import Entry
 
 HOSTS = (2, 4)
-Topology = Literal["fan", "ring"]
 TOPOLOGIES: dict[str, tuple[Topology, ...]] = {"standard": ("fan", "ring"), "tiny": ("fan",)}
 ANSWER = 8  # bytes that are asked for
 SHAPES: dict[str, dict[str, int]] = {
@@ -49,14 +47,14 @@ def measure_first_byte(
     link: Link,
     repeats: int,
     progress: Callable[[float], None] = lambda _: None,
-) -> Result:
+) -> BenchResult:
     """Medians for two and for four hosts: of the fan, and of the end-to-end model as a ring."""
     config = make_config(dict(SHAPES[scale]))
     run = create_untrained(folder, config)
     prompt = Prompt(
         bytes(random_text(0, config.context - 3 * ANSWER)), b"", 0
     )  # 1,000 bytes of a context of 1,024
-    rows: list[Result] = []
+    rows: list[BenchResult] = []
     for topology in TOPOLOGIES[scale]:
         for hosts in HOSTS:
             rows.append(_row(run, config, topology, hosts, link, [prompt] * (repeats + 1)))
@@ -78,7 +76,7 @@ def measure_first_byte(
 
 def _row(
     run: Path, config: Config, topology: Topology, hosts: int, link: Link, prompts: Sequence[Prompt]
-) -> Result:
+) -> BenchResult:
     fan = topology == "fan"
     groups = (
         split(range(2, config.independent + 1), hosts - 1)

@@ -21,9 +21,8 @@ from pathlib import Path
 
 import torch
 
-from blocktrain.bench.machine import header
+from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.network.shaper import LOCALHOST, Link, ShapedLink, shape_link
-from blocktrain.bench.serving.answers import Result
 from blocktrain.bench.serving.shape import Shape, buffer, model_hash, parse_shape, shared_model
 from blocktrain.bench.serving.stages import START_SECONDS, STOP_SECONDS, count_bytes, names
 from blocktrain.config import Config
@@ -37,7 +36,7 @@ from blocktrain.runs.folder import write_json
 from blocktrain.serving.blocks import ReferenceLayers, through_layers
 from blocktrain.serving.entry.drafting import LinearCost, LinkCost, ring_sweep
 from blocktrain.serving.line.address import parse_address
-from blocktrain.serving.line.stage_line import Access, Ring, StageLine
+from blocktrain.serving.line.stage_line import Ring, StageAccess, StageLine
 from blocktrain.serving.stage.stage import Stage, StageLimits
 from blocktrain.terminal import JobBars, console
 
@@ -68,7 +67,7 @@ class LargeOptions:
     threads: int  # of a stage: in a ring one computes at a time
 
 
-def large(options: LargeOptions, command: str) -> Result:
+def large(options: LargeOptions, command: str) -> BenchResult:
     """Both modes, timed; leaves shape.json in the folder."""
     shape = parse_shape(options.shape, options.hosts)
     config = shape.config(options.tokens)
@@ -179,7 +178,7 @@ class _Ring:
     names: list[str]
     lines: list[ShapedLink]
     pids: list[int]
-    access: Access
+    access: StageAccess
 
 
 @contextmanager
@@ -199,7 +198,7 @@ def _ring(options: LargeOptions, shape: Shape, config: Config, path: Path) -> It
             [hosts[0].address, *names(lines)],
             lines,
             pids,
-            Access(
+            StageAccess(
                 config.fingerprint,
                 b"",
                 model_hash(shape),
@@ -269,8 +268,8 @@ def memory_gib(pids: Sequence[int]) -> float:
 
 
 async def _measure(
-    options: LargeOptions, config: Config, ring: _Ring, report: Callable[[str, Result], None]
-) -> tuple[list[Result], int]:
+    options: LargeOptions, config: Config, ring: _Ring, report: Callable[[str, BenchResult], None]
+) -> tuple[list[BenchResult], int]:
     """Autoregressive first; the sweep then chooses all bytes of that text again, at once."""
     lines = [StageLine(name, ring.access) for name in ring.names]
     try:
@@ -294,7 +293,7 @@ class _Writer:
         self._ring, self._tokens, self._hosts = ring, options.tokens, hosts
         self._picker = Picker(Sampler())
 
-    async def autoregressive(self, progress: Callable[[float], None]) -> tuple[bytes, Result]:
+    async def autoregressive(self, progress: Callable[[float], None]) -> tuple[bytes, BenchResult]:
         """A traversal for every byte."""
         text = bytearray(PROMPT)
         progress(0.0)
@@ -308,7 +307,9 @@ class _Writer:
         row = await self._time_mode("autoregressive", write)
         return bytes(text[len(PROMPT) :]), row
 
-    async def sweep(self, draft: bytes, progress: Callable[[float], None]) -> tuple[bytes, Result]:
+    async def sweep(
+        self, draft: bytes, progress: Callable[[float], None]
+    ) -> tuple[bytes, BenchResult]:
         """One traversal for all."""
         choices = bytearray()
         progress(0.0)
@@ -325,7 +326,7 @@ class _Writer:
         logits = await self._ring.run(session, frames.Run(0, start, len(ids), wanted), ids)
         return bytes(self._picker.picks(logits[0], start + 1 + len(ids) - wanted))
 
-    async def _time_mode(self, mode: str, write: Callable[[int], Awaitable[int]]) -> Result:
+    async def _time_mode(self, mode: str, write: Callable[[int], Awaitable[int]]) -> BenchResult:
         session = secrets.randbits(63)
         await self._ring.open(session, WIRE)
         before, began = await asyncio.to_thread(count_bytes, self._hosts.lines), time.perf_counter()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from blocktrain.bench.machine import header
+from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.quality.quality import SCALES
-from blocktrain.bench.serving.answers import Result, Way
+from blocktrain.bench.serving.answers import Way
 from blocktrain.bench.serving.first_byte import measure_first_byte
 from blocktrain.bench.serving.serving import PARTS, ServingOptions, Subject, measure_serving
 from blocktrain.config import make_config
@@ -27,7 +27,7 @@ COLORS = {"autoregressive": "#999999", "sweep": "#0072b2", "exact": "#d55e00"}
 MARKS = {"fan": "o", "ring": "s", "star": "*"}
 
 
-def serving(options: ServingOptions, run: Path | None, command: str, slots: int) -> Result:
+def serving(options: ServingOptions, run: Path | None, command: str, slots: int) -> BenchResult:
     """See `serving.serving`; writes JSON, plot, and the model if none was given, to the folder."""
     options.folder.mkdir(parents=True, exist_ok=True)
     subject = Subject(
@@ -89,7 +89,7 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
     return folder
 
 
-def plot(path: Path, result: Result) -> None:
+def plot(path: Path, result: BenchResult) -> None:
     """Bytes per second over the round trip, a line for every way to write."""
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -126,8 +126,8 @@ def plot(path: Path, result: Result) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _by_way(rows: Sequence[Result]) -> dict[Way, list[Result]]:
-    groups: dict[Way, list[Result]] = {}
+def _by_way(rows: Sequence[BenchResult]) -> dict[Way, list[BenchResult]]:
+    groups: dict[Way, list[BenchResult]] = {}
     for row in rows:
         way = Way(
             row["model"],

@@ -8,12 +8,11 @@ from typing import Any
 
 from blocktrain.learning.compose import Model
 from blocktrain.learning.evaluate import Progress, text_bits
-from blocktrain.learning.generate import Sampler, write, write_with
+from blocktrain.learning.generate import Sampler, Tokens, write, write_with
 from blocktrain.learning.model import IndependentBlock
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 
 SWEEPS = (1, 2, 4)
-Tokens = tuple[int, ...]
 
 
 def judge_samples(

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
+from blocktrain.bench.machine import BenchResult
 from blocktrain.bench.network.shaper import Link, ShapedLink
 from blocktrain.bench.serving.answers import (
     Measurement,
     Prompt,
-    Result,
     Star,
     Way,
     Writer,
@@ -54,13 +54,13 @@ from blocktrain.serving.entry.answer import Request
 from blocktrain.serving.entry.drafting import DraftBlock
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.entry.failover import FanModel
-from blocktrain.serving.line.stage_line import Access
+from blocktrain.serving.line.stage_line import StageAccess
 
 SWEEPS = (1, 2, 4, 8)
 PROMPT, OUTPUT = 32, 96  # bytes, where the context has room for them
 FAST_MS = 5.0  # round trips up to which all prompts are written byte by byte too
 CPU = torch.device("cpu")
-Report = Callable[[str, Result], None]
+ReportRow = Callable[[str, BenchResult], None]
 PARTS = 3  # progress bars, beside one for every link: texts, positions, first bytes
 
 
@@ -201,12 +201,12 @@ class Near:
 class Far:
     """What is measured on one link."""
 
-    rows: list[Result]
-    users: list[Result]
+    rows: list[BenchResult]
+    users: list[BenchResult]
     histogram: dict[str, int]
 
 
-def measure_serving(subject: Subject, report: Report) -> Result:
+def measure_serving(subject: Subject, report: ReportRow) -> BenchResult:
     """All rows, and what does not fit into rows."""
     options = subject.options
     with limited_threads(), ExitStack() as stack:
@@ -245,11 +245,11 @@ def measure_serving(subject: Subject, report: Report) -> Result:
     }
 
 
-def _share(report: Report, name: str, share: float) -> None:
+def _share(report: ReportRow, name: str, share: float) -> None:
     report(name, {"share": share})
 
 
-def gain(rows: Sequence[Result]) -> Result:
+def gain(rows: Sequence[BenchResult]) -> BenchResult:
     """What the modes gain over the best autoregressive row of the same line, whatever its model."""
     best = max(
         (row for row in rows if row["mode"] == "autoregressive"), key=lambda row: row["bytes_per_s"]
@@ -274,7 +274,7 @@ def gain(rows: Sequence[Result]) -> Result:
 
 
 async def _near(
-    subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], report: Report
+    subject: Subject, fan: Sequence[StageProcess], ring: Sequence[StageProcess], report: ReportRow
 ) -> Near:
     options = subject.options
     route = [stage.address for stage in fan]
@@ -367,7 +367,7 @@ async def _costs(
 ) -> tuple[list[float], Costs]:
     """Software time of hops, and the parts of the cost model."""
     config, manifest = subject.config, subject.manifest
-    access = Access(
+    access = StageAccess(
         config.fingerprint, b"", manifest.model_hash, vocabulary=tokenizer_of(config).vocabulary
     )
     async with timed_line(fan[0].address, access) as line:  # the stage with most blocks
@@ -474,7 +474,7 @@ def _exact(measurements: Sequence[Measurement]) -> Measurement:
     return next(each for each in measurements if each.way.mode == "exact")
 
 
-def _row(place: LinkSetup, measurement: Measurement) -> Result:
+def _row(place: LinkSetup, measurement: Measurement) -> BenchResult:
     """With the prediction, the quality, and how many texts differ from those without a link."""
     subject, near, way = place.subject, place.near, measurement.way
     row = measurement.row(place.link.rtt_ms)

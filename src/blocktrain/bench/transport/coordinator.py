@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from blocktrain.bench.machine import random_text
+from blocktrain.bench.machine import BenchResult, random_text
 from blocktrain.bench.transport.swarm import Load, Notes, swarm_process
 from blocktrain.errors import RunError
 
-Result = dict[str, Any]
 # Small blocks that do not wait for each other and never run out of steps.
 TINY = (
     "--layers-per-block",
@@ -255,7 +253,7 @@ def _last_line(log: Path) -> str:
 
 def measure_swarm(
     options: SwarmOptions, progress: Callable[[float], None] = lambda _: None
-) -> Result:
+) -> BenchResult:
     """Latencies, errors and memory of a coordinator under a swarm."""
     _allow_connections(options.workers)
     with tempfile.TemporaryDirectory(prefix="blocktrain-swarm-") as path:
@@ -312,7 +310,7 @@ def _allow_connections(workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def swarm_result(load: Load, notes: Notes) -> Result:
+def swarm_result(load: Load, notes: Notes) -> BenchResult:
     """What the swarm saw, in milliseconds."""
     calls = {
         name: _summary([seconds for _, seconds in seen])
@@ -340,7 +338,7 @@ def swarm_result(load: Load, notes: Notes) -> Result:
     }
 
 
-def _summary(seconds: list[float]) -> Result:
+def _summary(seconds: list[float]) -> BenchResult:
     times = sorted(seconds)
 
     def at(share: float) -> float:
@@ -349,7 +347,7 @@ def _summary(seconds: list[float]) -> Result:
     return {"count": len(times), "p50_ms": at(0.5), "p99_ms": at(0.99), "max_ms": at(1.0)}
 
 
-def _over_time(load: Load, notes: Notes) -> list[Result]:
+def _over_time(load: Load, notes: Notes) -> list[BenchResult]:
     """All calls together, from the first worker on, in at most sixty steps."""
     seen = sorted(moment for calls in notes.calls.values() for moment in calls)
     width = max(1.0, (load.ramp_seconds + load.seconds) / 60)
@@ -362,7 +360,7 @@ def _over_time(load: Load, notes: Notes) -> list[Result]:
     ]
 
 
-def vitals_result(vitals: Vitals, load: Load) -> Result:
+def vitals_result(vitals: Vitals, load: Load) -> BenchResult:
     """Memory, and whether it stopped growing in the second half of the time with all workers."""
     whole = vitals.memory_mb
     first = min(len(whole) - 1, math.ceil(load.ramp_seconds / SAMPLE_SECONDS))
@@ -377,7 +375,7 @@ def vitals_result(vitals: Vitals, load: Load) -> Result:
     }
 
 
-def plot(path: Path, result: Result) -> None:
+def plot(path: Path, result: BenchResult) -> None:
     """How long callers waited and what the coordinator held, over time."""
     import matplotlib
 

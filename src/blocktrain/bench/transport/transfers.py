@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from blocktrain.bench.machine import random_text
+from blocktrain.bench.machine import BenchResult, random_text
 from blocktrain.bench.network.shaper import Link, shape_link
 from blocktrain.bench.transport.coordinator import coordinator_process
 from blocktrain.bench.transport.swarm import join_message, submission, task_request
@@ -26,7 +25,6 @@ from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.transfer import split
 from blocktrain.web.client import HttpClient, fetch, upload
 
-Result = dict[str, Any]
 LINK = Link(rtt_ms=80, mbit=200)
 PIECE = 1 << 20
 PATIENCE = 60.0  # seconds
@@ -74,7 +72,7 @@ class TransferOptions:
 
 def measure_transfers(
     options: TransferOptions, progress: Callable[[float], None] = lambda _: None
-) -> Result:
+) -> BenchResult:
     """Megabytes per second up and down, and their ratio to a raw copy over the same link."""
     with tempfile.TemporaryDirectory(prefix="blocktrain-transfers-") as path:
         folder = Path(path)

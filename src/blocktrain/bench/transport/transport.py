@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import open_folder
+from blocktrain.bench.machine import BenchResult
 from blocktrain.bench.network.shaper import Link
 from blocktrain.bench.transport.trial import (
     Placement,
-    Report,
-    Result,
+    ReportTrial,
     Trial,
     goodput,
     run_trial,
@@ -29,8 +29,8 @@ from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.data import Source
 from blocktrain.protocol.compression import METHODS
 
-Part = Literal["replay", "workers", "hosts", "ladder", "outer"]
-PARTS: tuple[Part, ...] = get_args(Part)
+BenchPart = Literal["replay", "workers", "hosts", "ladder", "outer"]
+PARTS: tuple[BenchPart, ...] = get_args(BenchPart)
 RUNGS: tuple[str, ...] = tuple(METHODS)
 BOUND = 0.005  # nats per byte that a rung of the ladder may cost, on average over the seeds
 SLOW = 5.0  # times slower than the others: every fifth worker of the hosts part
@@ -60,7 +60,7 @@ SCALES = {
     "tiny": Scale(_TINY, 4096, 12, 20, 5, 60, 1.0, 20, 1, 20, (5, 10)),
 }
 
-PAPER: dict[str, Result] = {
+PAPER: dict[str, BenchResult] = {
     "replay": {"says": "nothing: no replay of a distributed run is reported"},
     "workers": {
         "valid_ce": {"one_per_block": 1.359, "six_workers": 1.385},
@@ -89,7 +89,7 @@ class TransportOptions:
     folder: Path
     scale: str
     source: Source
-    parts: tuple[Part, ...]
+    parts: tuple[BenchPart, ...]
     seeds: tuple[int, ...]
     host_count: int
     link: Link
@@ -112,15 +112,15 @@ class TransportOptions:
         )
 
 
-def measure(options: TransportOptions, report: Report) -> Result:
+def measure(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """The parts that were asked for, each under its own keys."""
-    result: Result = {}
+    result: BenchResult = {}
     for part in options.parts:
         result |= _MEASURES[part](options, report)
     return result
 
 
-def measure_replay(options: TransportOptions, report: Report) -> Result:
+def measure_replay(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """Whether a run over HTTP gets the same hashes when its ledger is trained and merged again."""
     config = options.config(options.seeds[0], blocks=4, steps=options.sizes.replay_steps)
     trial = options.trial(
@@ -130,7 +130,7 @@ def measure_replay(options: TransportOptions, report: Report) -> Result:
         [Placement()] * 3,
     )
 
-    def replay(finished: Trial) -> Result:
+    def replay(finished: Trial) -> BenchResult:
         outcome = audit(
             open_folder(finished.folder / "coordinator"),
             retrain=True,
@@ -162,7 +162,7 @@ def measure_replay(options: TransportOptions, report: Report) -> Result:
     }
 
 
-def measure_workers(options: TransportOptions, report: Report) -> Result:
+def measure_workers(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """Six workers on three blocks against three, at equal steps per worker and at equal text."""
     sizes = options.sizes
     rows = []
@@ -194,7 +194,7 @@ def measure_workers(options: TransportOptions, report: Report) -> Result:
     return {"six_worker_cost": rows[1]["cost"], "workers": rows}
 
 
-def measure_hosts(options: TransportOptions, report: Report) -> Result:
+def measure_hosts(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """Distant hosts behind slow lines, every fifth worker much slower than the rest."""
     sizes = options.sizes
     config = options.config(options.seeds[0], blocks=4, steps=sizes.host_steps)
@@ -235,11 +235,11 @@ def measure_hosts(options: TransportOptions, report: Report) -> Result:
     }
 
 
-def measure_ladder(options: TransportOptions, report: Report) -> Result:
+def measure_ladder(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """What every compression saves and costs, with one worker per block."""
     sizes = options.sizes
     seeds = options.seeds[: sizes.ladder_seeds]
-    results_of: dict[str, list[Result]] = {rung: [] for rung in RUNGS}
+    results_of: dict[str, list[BenchResult]] = {rung: [] for rung in RUNGS}
     for seed in seeds:
         for rung in RUNGS:
             config = options.config(seed, blocks=2, compose="pool", steps=sizes.ladder_steps)
@@ -279,14 +279,14 @@ def measure_ladder(options: TransportOptions, report: Report) -> Result:
     }
 
 
-def smallest(rows: Sequence[Result], bound: float = BOUND) -> str:
+def smallest(rows: Sequence[BenchResult], bound: float = BOUND) -> str:
     """The rung with the fewest bytes among those that cost no more than the bound."""
     return min(
         (row for row in rows if row["ce_cost"] <= bound), key=lambda row: row["bytes_ratio"]
     )["name"]
 
 
-def measure_outer(options: TransportOptions, report: Report) -> Result:
+def measure_outer(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """Averaging against an outer Nesterov step: two replicas a block, short and long tasks."""
     sizes = options.sizes
     rows = []
@@ -310,11 +310,11 @@ def measure_outer(options: TransportOptions, report: Report) -> Result:
     return {"outer": rows}
 
 
-def _gb(result: Result) -> float:
+def _gb(result: BenchResult) -> float:
     return (result["bytes_in"] + result["bytes_out"]) / 1e9
 
 
-_MEASURES: dict[Part, Callable[[TransportOptions, Report], Result]] = {
+_MEASURES: dict[BenchPart, Callable[[TransportOptions, ReportTrial], BenchResult]] = {
     "replay": measure_replay,
     "workers": measure_workers,
     "hosts": measure_hosts,
@@ -335,7 +335,7 @@ def trials(options: TransportOptions) -> int:
     return sum(counts[part] for part in options.parts)
 
 
-def plot_transport(path: Path, result: Result) -> bool:
+def plot_transport(path: Path, result: BenchResult) -> bool:
     """Plot loss over bytes, and the ladder; False if neither was measured."""
     parts = [part for part in ("hosts", "ladder") if part in result]
     if not parts:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from blocktrain.bench.machine import BenchResult
 from blocktrain.bench.network.brake import Brake
 from blocktrain.bench.network.hosts import Host, hosts
 from blocktrain.bench.network.namespaces import enter
@@ -37,8 +38,7 @@ from blocktrain.web.client import HttpClient, LocalClient
 from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.state import own_identity
 
-Result = dict[str, Any]
-Report = Callable[[str, dict[str, Any]], None]
+ReportTrial = Callable[[str, dict[str, Any]], None]
 SAMPLE_SECONDS = 2.0  # between two points of the curve of loss over bytes
 
 
@@ -64,7 +64,7 @@ class Trial:
     from_start: bool = False  # also evaluate version 0
 
     @property
-    def settings(self) -> Result:
+    def settings(self) -> BenchResult:
         """What the result belongs to."""
         return {
             "fingerprint": self.config.fingerprint,
@@ -77,8 +77,10 @@ class Trial:
 
 
 def run_trial(
-    trial: Trial, report: Report = lambda *_: None, after: Callable[[Trial], Result] = lambda _: {}
-) -> Result:
+    trial: Trial,
+    report: ReportTrial = lambda *_: None,
+    after: Callable[[Trial], BenchResult] = lambda _: {},
+) -> BenchResult:
     """Train and measure a run; `after` may read the coordinator's folder and add to the result."""
     path = trial.folder / "result.json"
     if path.exists() and (result := read_json(path)).get("settings") == trial.settings:
@@ -117,8 +119,8 @@ def _evaluate(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[
         return evaluate(model, tokens.valid[: trial.valid_bytes])
 
 
-def _train(trial: Trial, coordinator: WatchedCoordinator, report: Report) -> Result:
-    sheets: dict[str, Result] = {}
+def _train(trial: Trial, coordinator: WatchedCoordinator, report: ReportTrial) -> BenchResult:
+    sheets: dict[str, BenchResult] = {}
     brake = Brake()
     curve = _Curve(coordinator, trial, report)
 
@@ -176,7 +178,7 @@ def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> 
 class _Curve:
     """Samples the run: seconds, bytes moved, mean loss of the blocks."""
 
-    def __init__(self, coordinator: WatchedCoordinator, trial: Trial, report: Report) -> None:
+    def __init__(self, coordinator: WatchedCoordinator, trial: Trial, report: ReportTrial) -> None:
         self.points: list[tuple[float, int, float]] = []
         self._coordinator, self._report, self._name = coordinator, report, trial.folder.name
         self._steps = trial.config.steps * trial.config.blocks
@@ -272,7 +274,7 @@ class Timesheet:
         elif kind == "waiting":
             self.waits[fields["reason"]] = self.waits.get(fields["reason"], 0.0) + fields["seconds"]
 
-    def summary(self) -> Result:
+    def summary(self) -> BenchResult:
         """For the bench, at the end."""
         return {
             "seconds": time.monotonic() - self.began,
@@ -292,11 +294,11 @@ class Timesheet:
         }
 
 
-def utilisation(workers: Sequence[Result]) -> float:
+def utilisation(workers: Sequence[BenchResult]) -> float:
     """Share of the workers' time, from joining to leaving, that they spent training."""
     return sum(w["training"] for w in workers) / sum(w["seconds"] for w in workers)
 
 
-def goodput(workers: Sequence[Result]) -> float:
+def goodput(workers: Sequence[BenchResult]) -> float:
     """Share of the trained steps whose update was accepted."""
     return sum(w["accepted"] for w in workers) / max(1, sum(w["trained"] for w in workers))

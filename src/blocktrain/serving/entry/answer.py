@@ -37,7 +37,7 @@ from blocktrain.serving.entry.ring import RingSession
 SLICE = 8  # tokens that are drafted before another answer may compute
 LOOK_SECONDS = 0.005  # between two checks whether the thread is idle
 
-Finish = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Piece:
     """Some more text. All pieces of an answer share `stats`; the last one has `finish`."""
 
     text: bytes
-    finish: Finish | None
+    finish: FinishReason | None
     stats: Stats
 
 
@@ -182,7 +182,7 @@ class TextAnswer:
             self.shared.answers -= 1
             await self.session.aclose()
 
-    def _finish(self) -> Finish | None:
+    def _finish(self) -> FinishReason | None:
         if self.output.stopped:
             return "stop"
         return None if self.text.remaining else "length"

@@ -29,7 +29,7 @@ from blocktrain.serving.entry.failover import FanModel, Terms
 from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.ring import RingModel, RingSession
 from blocktrain.serving.entry.route import FindStages, Route
-from blocktrain.serving.line.stage_line import Access, StageLine
+from blocktrain.serving.line.stage_line import StageAccess, StageLine
 
 CONNECT_SECONDS = 8.0
 EMPTY_PROMPT = b"\n"  # a model needs something to continue
@@ -56,7 +56,7 @@ class Entry:
         self.source, self.wire = source, wire
         self.config, self.reference, self.fan = source.config, source.reference, source.fan
         self.tokenizer = tokenizer_of(self.config)
-        access = Access(
+        access = StageAccess(
             self.config.fingerprint,
             key,
             source.model,

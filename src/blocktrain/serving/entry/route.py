@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.frames import Why
-from blocktrain.serving.line.stage_line import Access, StageLine, StageLost, StageRefused
+from blocktrain.serving.line.stage_line import StageAccess, StageLine, StageLost, StageRefused
 
 QUEUE_MS = 2.0  # a RUN that waits at the stage counts as so much round trip
 WRONG = frozenset(
@@ -79,7 +79,7 @@ def parse_route(text: str) -> tuple[str, ...]:
 class Route:
     """Warm lines to all stages that are named, or that a coordinator lists."""
 
-    def __init__(self, stages: Sequence[str] | FindStages, access: Access) -> None:
+    def __init__(self, stages: Sequence[str] | FindStages, access: StageAccess) -> None:
         self.lines: list[StageLine] = []
         self._access = access
         self._find = stages if callable(stages) else None

@@ -46,7 +46,7 @@ class StageRefused(BlockTrainError):
 
 
 @dataclass(frozen=True)
-class Access:
+class StageAccess:
     """What a line needs to be let in.
 
     `model` is the hash that the stage's weights must have ("" takes any).
@@ -86,7 +86,7 @@ class ConnectionOwner(Protocol):
 class Connection(asyncio.BufferedProtocol):
     """Bytes <-> frames, and the handshake."""
 
-    def __init__(self, owner: ConnectionOwner, access: Access) -> None:
+    def __init__(self, owner: ConnectionOwner, access: StageAccess) -> None:
         loop = asyncio.get_running_loop()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._owner, self._access = owner, access
@@ -98,7 +98,7 @@ class Connection(asyncio.BufferedProtocol):
         self._handshake: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def dial(cls, owner: ConnectionOwner, access: Access) -> Connection:
+    async def dial(cls, owner: ConnectionOwner, access: StageAccess) -> Connection:
         """A connection after its handshake, or StageLost or StageRefused."""
         connection = cls(owner, access)
         host, port = parse_address(owner.name)

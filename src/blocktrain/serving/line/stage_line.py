@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
+from blocktrain.config import Topology
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import frames
-from blocktrain.protocol.frames import ITEM, SENTENCES, Buffer, Frame, Topology, Why, Wire
+from blocktrain.protocol.frames import ITEM, SENTENCES, Buffer, Frame, Why, Wire
 from blocktrain.serving.line.address import parse_address
 from blocktrain.serving.line.connection import (
-    Access,
     Connection,
     LineHeartbeat,
+    StageAccess,
     StageLost,
     StageRefused,
     tensor_bytes,
@@ -30,7 +31,7 @@ PAUSES = (0.05, 1.0)  # seconds between attempts to connect: the first, the long
 REFUSED_PAUSE = 5.0  # after a refusal, which the operator has to fix
 MOST_ANSWER = 1 << 30  # bytes, whatever a stage says about its own size
 
-__all__ = ["Access", "Ring", "StageLine", "StageLost", "StageRefused"]
+__all__ = ["Ring", "StageAccess", "StageLine", "StageLost", "StageRefused"]
 
 
 @dataclass
@@ -70,7 +71,7 @@ class StageLine:
     until they are opened again.
     """
 
-    def __init__(self, name: str, access: Access) -> None:
+    def __init__(self, name: str, access: StageAccess) -> None:
         parse_address(name)  # a wrong address is an error at once
         self.name, self.access = name, access
         self.blocks: tuple[int, ...] = ()

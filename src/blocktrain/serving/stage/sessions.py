@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from blocktrain.config import Topology
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.frames import (
     ITEM,
@@ -14,7 +15,6 @@ from blocktrain.protocol.frames import (
     Kind,
     Open,
     Run,
-    Topology,
     Why,
     Wire,
     id_width,

@@ -18,7 +18,7 @@ from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Frame, FrameError, Kind, Why
 from blocktrain.serving.blocks import ServedBlocks
 from blocktrain.serving.line.address import format_address
-from blocktrain.serving.line.connection import Access, tune
+from blocktrain.serving.line.connection import StageAccess, tune
 from blocktrain.serving.line.stage_line import StageLine
 from blocktrain.serving.stage.compute import Compute
 from blocktrain.serving.stage.sessions import Session, Work, most_payload, open_session
@@ -46,7 +46,7 @@ class StageLimits:
 
 
 @dataclass(frozen=True)
-class Guard:
+class StageGuard:
     """The key and the certificates of a stage, for its clients and for the next stage of a ring."""
 
     key: bytes = b""
@@ -60,12 +60,16 @@ class Stage:
     def __init__(
         self,
         blocks: ServedBlocks,
-        guard: Guard | None = None,
+        guard: StageGuard | None = None,
         limits: StageLimits | None = None,
         *,
         threads: int = 1,
     ) -> None:
-        self.blocks, self.guard, self.limits = blocks, guard or Guard(), limits or StageLimits()
+        self.blocks, self.guard, self.limits = (
+            blocks,
+            guard or StageGuard(),
+            limits or StageLimits(),
+        )
         self.queue = 0  # RUNs that are not answered yet
         self.rings: dict[int, Session] = {}
         self.address = ""
@@ -218,7 +222,7 @@ class Stage:
             facts = self.blocks.facts
             line = StageLine(
                 name,
-                Access(
+                StageAccess(
                     facts.fingerprint,
                     self.guard.key,
                     facts.model,

@@ -22,7 +22,7 @@ from blocktrain.protocol.messages import PROTOCOL, Refusal
 from blocktrain.protocol.refusals import Code
 from blocktrain.terminal import amount
 
-State = Literal["ok", "warning", "failed", "skipped"]
+CheckState = Literal["ok", "warning", "failed", "skipped"]
 
 PYTHON = (3, 11)
 TORCH = (2, 6)
@@ -43,7 +43,7 @@ class CheckResult:
     """One line: the check, its state, what was found, and how to fix it if it is not good."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     fix: str = ""
 
