@@ -34,7 +34,8 @@ from blocktrain.errors import ConfigError
 
 LARGEST_FILE = 1 << 20  # bytes of a settings file
 RUN_ONLY = ("data", "reference")  # keys of a run's config.toml that do not describe the model
-ADDED = ("tokenizer",)  # settings that are not written while they have their default value
+# Settings that are not written while they have their default value.
+ADDED = ("tokenizer", "micro_batch", "checkpoint_activations")
 WORDS = {
     **dict.fromkeys(
         ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
@@ -190,6 +191,12 @@ class Config(BaseModel):
     """Decoupled weight decay of the matrices."""
     batch: int = Field(default=16, ge=1, le=65536)
     """Sequences in a step."""
+    micro_batch: int = Field(default=0, ge=0, le=65536)
+    """Sequences that are computed at once; their gradients add up to those of the batch, to
+    rounding. Fewer take less memory and more time. 0: the whole batch."""
+    checkpoint_activations: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: less
+    memory, about a third more time, the same bits."""
     steps: int = Field(default=500, ge=1, le=2**31)
     """Training steps of each block."""
     data_order: Literal["own", "shared"] = "own"
@@ -277,6 +284,11 @@ class Config(BaseModel):
     def predicts_without_noise(self) -> bool:
         """Whether a block alone is a language model; a block of skip=edm needs a noised target."""
         return self.objective == "next" or self.skip == "exact"
+
+    @property
+    def rows(self) -> int:
+        """How many sequences are computed at once."""
+        return min(self.micro_batch or self.batch, self.batch)
 
     def reads(self, index: int) -> int:
         """How many blocks this one reads the features of: all others if it is the fusion block."""

@@ -179,6 +179,7 @@ def test_the_fingerprint_is_stable_and_hears_every_setting(
         "optimizer": "muon",
         "fusion_optimizer": "adamw",
         "tokenizer": "other",
+        "checkpoint_activations": True,
     }
     seen = {config.fingerprint}
     for name in Config.model_fields:

@@ -13,6 +13,8 @@ from blocktrain.learning.model import build_fusion, build_independent, target_ta
 from blocktrain.learning.objective import (
     denoise_logits,
     denoise_loss,
+    draw_noise,
+    draw_present,
     fusion_loss,
     next_loss,
     read_features,
@@ -76,12 +78,12 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_next_byte() -> None:
 
 
 def test_only_edm_weighs_its_loss() -> None:
-    draws = lambda: torch.Generator().manual_seed(1)  # noqa: E731
     exact = tiny_config(objective="denoise", compose="pool")
-    loss = denoise_loss(build_independent(exact, 1), target_table(exact), TOKENS, exact, 1, draws())
+    draws = draw_noise(exact, 3, torch.Generator().manual_seed(1))
+    loss = denoise_loss(build_independent(exact, 1), target_table(exact), TOKENS, exact, 1, draws)
     assert loss.total.item() == pytest.approx(loss.ce.item())
     edm = tiny_config(objective="denoise", compose="euler", skip="edm")
-    loss = denoise_loss(build_independent(edm, 1), target_table(edm), TOKENS, edm, 1, draws())
+    loss = denoise_loss(build_independent(edm, 1), target_table(edm), TOKENS, edm, 1, draws)
     assert (
         loss.total.item() > 3.5 * loss.ce.item()
     )  # the weight is above 1 / sigma_data^2 = 4 at every level
@@ -104,9 +106,8 @@ def test_a_tail_trains_its_mask_and_only_in_its_share() -> None:
     touched = 0
     for seed in range(20):
         block.zero_grad(set_to_none=True)
-        denoise_loss(
-            block, table, TOKENS, config, 1, torch.Generator().manual_seed(seed)
-        ).total.backward()
+        draws = draw_noise(config, 3, torch.Generator().manual_seed(seed))
+        denoise_loss(block, table, TOKENS, config, 1, draws).total.backward()
         touched += block.mask.grad is not None
     assert 4 <= touched <= 16
 
@@ -146,13 +147,12 @@ def test_the_fusion_loss_leaves_out_blocks_but_never_all() -> None:
     model = random_model(tiny_config())
     assert model.fusion is not None
     for seed in range(10):
-        loss = fusion_loss(
-            model.fusion, model.blocks, TOKENS, 0.99, torch.Generator().manual_seed(seed)
-        )
+        draws = draw_present(2, 3, 0.99, torch.Generator().manual_seed(seed))
+        assert draws.present.sum(1).min() >= 1
+        loss = fusion_loss(model.fusion, model.blocks, TOKENS, draws)
         assert torch.isfinite(loss.total)
-    whole = fusion_loss(
-        model.fusion, model.blocks, TOKENS, 0.0, torch.Generator().manual_seed(0)
-    ).total
+    all_present = draw_present(2, 3, 0.0, torch.Generator().manual_seed(0))
+    whole = fusion_loss(model.fusion, model.blocks, TOKENS, all_present).total
     logits = model.fusion.combine(
         TOKENS[:, :-1], read_features(model.blocks, TOKENS[:, :-1]), torch.ones(2, 3)
     )
@@ -166,6 +166,7 @@ def test_what_fusion_reads_gets_no_gradient() -> None:
     sources = [build_independent(config, n) for n in (1, 2)]
     fusion = build_fusion(config, 3)
     fusion.readout.copy_from(sources)
-    fusion_loss(fusion, sources, TOKENS, 0.15, torch.Generator().manual_seed(0)).total.backward()
+    draws = draw_present(2, 3, 0.15, torch.Generator().manual_seed(0))
+    fusion_loss(fusion, sources, TOKENS, draws).total.backward()
     assert all(p.grad is None for source in sources for p in source.parameters())
     assert all(p.grad is not None for p in fusion.parameters())

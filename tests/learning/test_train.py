@@ -42,6 +42,11 @@ def run(trainer: Trainer, corpus: Corpus, until: int) -> list[float]:
     return [loss for _, loss in trainer.run(corpus.train, until)]
 
 
+def loss_of_zeros(trainer: Trainer) -> float:
+    zeros = torch.zeros(4, 17, dtype=torch.long)
+    return trainer._loss(zeros, trainer._draw(4)).ce.item()
+
+
 def same(a: Trainer, b: Trainer) -> bool:
     mine, theirs = a.block.state_dict(), b.block.state_dict()
     return all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -84,7 +89,7 @@ def test_noise_differs_between_blocks_and_steps(corpus: Corpus) -> None:
     for index in (1, 2):
         trainer = Trainer(config, index)
         for trainer.step in (0, 1):
-            losses.add(trainer._loss(torch.zeros(4, 17, dtype=torch.long)).ce.item())
+            losses.add(loss_of_zeros(trainer))
     assert len(losses) == 4
 
 
@@ -127,7 +132,7 @@ def test_another_stream_draws_other_text_and_other_noise(corpus: Corpus) -> None
     losses = {}
     for stream in (None, 2, 0, 300):
         trainer = Trainer(config, index, stream=stream)
-        noise = trainer._loss(torch.zeros(4, 17, dtype=torch.long)).ce.item()
+        noise = loss_of_zeros(trainer)
         losses[stream] = (noise, *run(trainer, corpus, 2))
     assert losses[None] == losses[2]  # the block's own
     assert (

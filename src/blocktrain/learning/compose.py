@@ -36,7 +36,16 @@ from blocktrain.learning.model import (
     target_table,
 )
 from blocktrain.learning.noise import edm, euler_step, in_tail, noise_levels
-from blocktrain.learning.objective import Loss, denoise_logits, denoise_loss, fusion_loss, next_loss
+from blocktrain.learning.objective import (
+    Draws,
+    Loss,
+    denoise_logits,
+    denoise_loss,
+    draw_noise,
+    draw_present,
+    fusion_loss,
+    next_loss,
+)
 
 FeatureStage = Callable[[Tensor, int], Tensor]
 Scorer = Callable[[Tensor, int], Tensor]
@@ -124,12 +133,22 @@ class Composition:
             return build_fusion(config, index)
         return build_independent(config, index)
 
+    def draw(
+        self, block: Block, config: Config, sequences: int, generator: torch.Generator
+    ) -> Draws:
+        """What a batch of so many sequences needs at random."""
+        if isinstance(block, FusionBlock):
+            return draw_present(block.reads, sequences, config.feature_dropout, generator)
+        if isinstance(block, IndependentBlock) and block.skip:
+            return draw_noise(config, sequences, generator)
+        return Draws()
+
     def loss(
         self,
         block: Block,
         sources: Sequence[IndependentBlock],
         tokens: Tensor,
-        generator: torch.Generator,
+        draws: Draws,
         *,
         config: Config,
         index: int,
@@ -137,11 +156,11 @@ class Composition:
     ) -> Loss:
         """What block `index` is trained to lower; a fusion block reads the frozen `sources`."""
         if isinstance(block, FusionBlock):
-            return fusion_loss(block, sources, tokens, config.feature_dropout, generator)
+            return fusion_loss(block, sources, tokens, draws)
         if not isinstance(block, IndependentBlock):
             raise ConfigError(f"compose={config.compose} does not say how block {index} is trained")
         if block.skip:
-            return denoise_loss(block, table, tokens, config, index, generator)
+            return denoise_loss(block, table, tokens, config, index, draws)
         return next_loss(block, tokens)
 
     def connect(self, config: Config, blocks: Mapping[int, Block]) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config
 from blocktrain.learning.tokenizer import tokenizer_of
@@ -205,6 +206,7 @@ class Block(nn.Module):
         super().__init__()
         W = config.width
         self.context, self.heads = config.context, config.heads
+        self.checkpoint_activations = config.checkpoint_activations
         self.vocabulary = tokenizer_of(config).vocabulary
         self.embed = nn.Parameter(torch.randn(config.lookback, self.vocabulary, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
@@ -227,7 +229,13 @@ class Block(nn.Module):
                 if cache
                 else partial(attend, mask=mask)
             )
-            x = layer(x, rotation, look)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                # A layer draws nothing at random, so there is no generator to restore.
+                x = checkpoint(
+                    layer, x, rotation, look, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = layer(x, rotation, look)
         if cache:
             cache.length = start + T
         return x

@@ -24,6 +24,23 @@ class Loss(NamedTuple):
     ce: Tensor
 
 
+class Draws(NamedTuple):
+    """What a batch draws at random: always for the whole batch, also if its parts are computed one
+    after another. So each sequence gets the same numbers however the batch is cut."""
+
+    uniform: Tensor = torch.zeros(0)  # (B,) where in its range the noise level of a sequence is
+    noise: Tensor = torch.zeros(0)  # (B, T, Z)
+    tail: int = 0
+    present: Tensor = torch.zeros(0)  # (B, N): which blocks a fusion block may read
+
+    def of(self, rows: slice, device: torch.device) -> Draws:
+        """Those of some sequences, on a device."""
+        uniform, noise, tail, present = self
+        return Draws(
+            uniform[rows].to(device), noise[rows].to(device), tail, present[rows].to(device)
+        )
+
+
 def next_loss(block: IndependentBlock, tokens: Tensor) -> Loss:
     """Cross entropy of the next token; tokens (B, T + 1)."""
     ce = F.cross_entropy(
@@ -58,26 +75,27 @@ def denoise_logits(
     return block.head(estimate).float()
 
 
+def draw_noise(config: Config, sequences: int, generator: torch.Generator) -> Draws:
+    """What `denoise_loss` needs for a batch."""
+    uniform = torch.rand(sequences, generator=generator)
+    noise = torch.randn(sequences, config.context, config.z_width, generator=generator)
+    has_tail = config.tail and torch.rand((), generator=generator).item() < config.tail_share
+    return Draws(uniform, noise, config.tail if has_tail else 0)
+
+
 def denoise_loss(
     block: IndependentBlock,
     table: Tensor,
     tokens: Tensor,
     config: Config,
     index: int,
-    generator: torch.Generator,
+    draws: Draws,
 ) -> Loss:
     """Weighted cross entropy at noise levels drawn from the range of block `index`."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    uniform = torch.rand(tokens.shape[0], generator=generator).to(tokens.device)
-    noise = torch.randn(*targets.shape, table.shape[1], generator=generator).to(tokens.device)
-    tail = (
-        config.tail
-        if config.tail and torch.rand((), generator=generator).item() < config.tail_share
-        else 0
-    )
-    sigma = training_levels(config, index, uniform, targets.shape[1], tail)
-    z = table[targets] + sigma.reshape(*sigma.shape[:1], -1, 1) * noise
-    logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=tail)
+    sigma = training_levels(config, index, draws.uniform, targets.shape[1], draws.tail)
+    z = table[targets] + sigma.reshape(*sigma.shape[:1], -1, 1) * draws.noise
+    logits = denoise_logits(block, table, inputs, z, sigma, config.sigma_data, tail=draws.tail)
     ce = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     ce = ce.mean(1) if sigma.ndim == 1 else ce
     # The weight undoes c_out, the output scale of EDM's network; the exact skip has no such scale.
@@ -112,20 +130,18 @@ def read_features(sources: Sequence[IndependentBlock], tokens: Tensor) -> Tensor
         return torch.stack([source.features(tokens) for source in sources])
 
 
-def fusion_loss(
-    fusion: FusionBlock,
-    sources: Sequence[IndependentBlock],
-    tokens: Tensor,
-    dropout: float,
-    generator: torch.Generator,
-) -> Loss:
-    """Cross entropy of the fusion block, with blocks left out at random, but never all of them."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    uniform = torch.rand(len(sources), tokens.shape[0], generator=generator)
-    present = uniform >= dropout
+def draw_present(blocks: int, sequences: int, dropout: float, generator: torch.Generator) -> Draws:
+    """Which blocks a fusion block may read: some are left out at random, but never all of them."""
+    present = torch.rand(blocks, sequences, generator=generator) >= dropout
     present |= ~present.any(0)
-    logits = fusion.combine(
-        inputs, read_features(sources, inputs), present.to(tokens.device, torch.float32)
-    )
+    return Draws(present=present.T.float())
+
+
+def fusion_loss(
+    fusion: FusionBlock, sources: Sequence[IndependentBlock], tokens: Tensor, draws: Draws
+) -> Loss:
+    """Cross entropy of the fusion block, of the blocks that are present."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    logits = fusion.combine(inputs, read_features(sources, inputs), draws.present.T.contiguous())
     ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return Loss(ce, ce)

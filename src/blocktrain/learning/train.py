@@ -29,7 +29,7 @@ from blocktrain.learning.model import (
     build_reference,
     target_table,
 )
-from blocktrain.learning.objective import Loss
+from blocktrain.learning.objective import Draws, Loss
 from blocktrain.learning.optimizer import Optimizers
 from blocktrain.learning.tokenizer import Ids
 
@@ -159,13 +159,11 @@ class Trainer:
         tokens = data.batch(
             corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context
         )
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
-            loss = self._loss(tokens.to(self.device))
         self.block.zero_grad(set_to_none=True)
-        loss.total.backward()
+        loss = self._gradients(tokens)
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
         self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, self.schedule))
-        ce = loss.ce.item()
+        ce = loss.item()
         if not math.isfinite(ce):
             raise RunError(
                 f"the loss of block {self.index} is not finite at step {self.step}; "
@@ -173,21 +171,39 @@ class Trainer:
             )
         return ce
 
-    def _loss(self, tokens: Tensor) -> Loss:
+    def _gradients(self, tokens: Tensor) -> Tensor:
+        """Add up the gradients of a batch, `micro_batch` sequences at a time; returns its CE."""
+        sequences, rows, draws = len(tokens), self.config.rows, self._draw(len(tokens))
+        ce = torch.zeros((), device=self.device)
+        for first in range(0, sequences, rows):
+            part = slice(first, first + rows)
+            loss = self._loss(tokens[part].to(self.device), draws.of(part, self.device))
+            share = len(tokens[part]) / sequences
+            (loss.total * share).backward()
+            ce += loss.ce.detach() * share
+        return ce
+
+    def _draw(self, sequences: int) -> Draws:
+        """What this step needs at random, for the whole batch."""
         entropy = [self.config.seed, self.index, self.step]
         if self.stream not in (None, self.own_stream):
             entropy.append(self.stream + 1)  # a trailing zero would change nothing
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0]))
-        return composition_of(self.config).loss(
-            self.block,
-            self.sources,
-            tokens,
-            generator,
-            config=self.config,
-            index=self.index,
-            table=self.table,
-        )
+        return composition_of(self.config).draw(self.block, self.config, sequences, generator)
+
+    def _loss(self, tokens: Tensor, draws: Draws) -> Loss:
+        c = self.config
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=c.dtype == "bfloat16"):
+            return composition_of(c).loss(
+                self.block,
+                self.sources,
+                tokens,
+                draws,
+                config=c,
+                index=self.index,
+                table=self.table,
+            )
 
     def weights(self) -> Weights:
         """The parameters as they travel, without what a fusion block copies from other blocks."""

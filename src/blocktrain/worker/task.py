@@ -36,9 +36,13 @@ def footprint(config: Config, index: int) -> int:
     width, vocabulary = config.width, tokenizer_of(config).vocabulary
     block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * vocabulary * width
     reads = config.reads(index)
-    saved = config.layers_per_block * SAVED_PER_LAYER * width + 3 * vocabulary + 4 * reads * width
+    if config.checkpoint_activations:  # the inputs of all layers, and one layer computed again
+        layers = (config.layers_per_block + SAVED_PER_LAYER) * width
+    else:
+        layers = config.layers_per_block * SAVED_PER_LAYER * width
+    saved = layers + 3 * vocabulary + 4 * reads * width
     own = (block + 3 * reads * width**2) * BYTES_PER_PARAMETER
-    return own + 4 * config.batch * config.context * saved + 4 * reads * block
+    return own + 4 * config.rows * config.context * saved + 4 * reads * block
 
 
 def corpus_folder(cache: Path, corpus: m.CorpusBlobs) -> Path:
