@@ -35,7 +35,10 @@ from blocktrain.errors import ConfigError
 LARGEST_FILE = 1 << 20  # bytes of a settings file
 RUN_ONLY = ("data", "reference")  # keys of a run's config.toml that do not describe the model
 # Settings that are not written while they have their default value.
-ADDED = ("tokenizer", "micro_batch", "checkpoint_activations")
+ADDED = ("tokenizer", "tokenizer_hash", "vocabulary", "micro_batch", "checkpoint_activations")
+DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
+BPE_SIZES = (300, 1_000_000)
+LARGEST_VOCABULARY = 1 << 20
 WORDS = {
     **dict.fromkeys(
         ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
@@ -43,6 +46,7 @@ WORDS = {
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     "string_type": "must be a text",
+    "string_pattern_mismatch": "must match {pattern}",
     "finite_number": "must be a finite number",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be above {gt}",
@@ -84,8 +88,8 @@ TRAITS = {
 }
 """The compositions by name. `learning.compose.register` adds to them."""
 
-TOKENIZERS = {"bytes"}
-"""Names of the tokenizers. `learning.tokenizer.register` adds to them."""
+TOKENIZERS = {"bytes": 256}
+"""Vocabularies of the tokenizers that need no file. `learning.tokenizer.register` adds to them."""
 
 
 def require_composition(name: str) -> str:
@@ -95,9 +99,27 @@ def require_composition(name: str) -> str:
 
 
 def require_tokenizer(name: str) -> str:
-    if name not in TOKENIZERS:
-        raise ValueError(f"must be {_alternatives(map(repr, sorted(TOKENIZERS)))}")
+    if name in TOKENIZERS:
+        return name
+    if name.startswith("bpe"):
+        size, (least, most) = bpe_size(name), BPE_SIZES
+        if size is None or not least <= size <= most:
+            raise ValueError(f"must be bpe:N with N from {least} to {most:,}, as in bpe:4096")
+        return name
+    is_path = name.endswith(".json") or name.startswith(("/", "./", "../", "~"))
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name, re.ASCII)
+    if not is_path and not (is_hub_name and len(name) <= 200):
+        raise ValueError(
+            f"must be {', '.join(TOKENIZERS)}, bpe:N, the path of a tokenizer.json, "
+            "or a name on the Hugging Face hub"
+        )
     return name
+
+
+def bpe_size(tokenizer: str) -> int | None:
+    """The N of bpe:N."""
+    match = re.fullmatch(r"bpe:([0-9]{1,9})", tokenizer)
+    return int(match[1]) if match else None
 
 
 def require_device(name: str) -> str:
@@ -133,7 +155,14 @@ class Config(BaseModel):
     z_width: int = Field(default=128, ge=2, le=16384)
     """Width of the target table (used by objective=denoise)."""
     tokenizer: Annotated[str, AfterValidator(require_tokenizer)] = "bytes"
-    """How text becomes tokens. bytes: every byte is a token."""
+    """How text becomes tokens. bytes: every byte is a token. bpe:N: N tokens learned from the
+    training text. Or the path of a tokenizer.json, or the name of a model on the Hugging Face
+    hub."""
+    tokenizer_hash: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    """sha256 of the run's tokenizer.json; empty for bytes. Found out when a run is made: no flag
+    sets it."""
+    vocabulary: int = Field(default=256, ge=2, le=LARGEST_VOCABULARY)
+    """Tokens that there are. Found out when a run is made: no flag sets it."""
 
     objective: Objective = "next"
     """next: predict the next token. denoise: recover its noised embedding, as in the paper
@@ -208,6 +237,16 @@ class Config(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the forward pass (autocast); weights and optimizer stay float32."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_vocabulary(cls, settings: Any) -> Any:
+        """The size that the tokenizer's name tells; that of others is known once they are read."""
+        if not isinstance(settings, dict) or "vocabulary" in settings:
+            return settings
+        name = settings.get("tokenizer")
+        size = TOKENIZERS.get(name) or bpe_size(name) if isinstance(name, str) else None
+        return {**settings, "vocabulary": size} if size else settings
+
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
         if self.width % (2 * self.heads):
@@ -219,6 +258,9 @@ class Config(BaseModel):
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
         self._check_composition()
         self._check_tail()
+        size = TOKENIZERS.get(self.tokenizer, self.vocabulary)
+        if self.vocabulary != size or (self.tokenizer in TOKENIZERS and self.tokenizer_hash):
+            raise ValueError(f"tokenizer={self.tokenizer} has {size} tokens and no tokenizer_hash")
         normal = NormalDist(self.p_mean, self.p_std)
         for lowest in ("sigma_min", *(["tail_sigma_min"] if self.tail else [])):
             if normal.cdf(log(self.sigma_max)) - normal.cdf(log(getattr(self, lowest))) < 1e-6:
@@ -301,8 +343,13 @@ class Config(BaseModel):
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some settings changed, validated again."""
-        return make_config({**self.model_dump(), **changes})
+        """A copy with some settings changed, validated again.
+
+        Another tokenizer takes its hash and its vocabulary along.
+        """
+        without = DERIVED if changes.get("tokenizer", self.tokenizer) != self.tokenizer else ()
+        kept = {name: value for name, value in self.model_dump().items() if name not in without}
+        return make_config({**kept, **changes})
 
 
 def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from blocktrain.config import PRESETS, Config, make_config, read_toml
+from blocktrain.config import DERIVED, PRESETS, Config, make_config, read_toml
 from blocktrain.errors import ConfigError
 
 FIRST_RELEASE = "ddbb384af72902d0d8bbc79724cc1bf2d573c79bf2a9bf3eccc615c95558beab"
@@ -157,7 +157,7 @@ def test_toml_there_and_back(settings: dict[str, Any]) -> None:
 def test_the_fingerprint_is_stable_and_hears_every_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("blocktrain.config.TOKENIZERS", {"bytes", "other"})
+    monkeypatch.setattr("blocktrain.config.TOKENIZERS", {"bytes": 256, "other": 256})
     config = make_config({"objective": "denoise", "compose": "euler", "tail": 2})
     assert (
         config.fingerprint == make_config(dict(reversed(config.model_dump().items()))).fingerprint
@@ -189,6 +189,8 @@ def test_the_fingerprint_is_stable_and_hears_every_setting(
         }
         if name in ("objective",):
             other |= {"compose": "pool", "tail": 0}
+        if name in DERIVED:
+            other = {"tokenizer": "gpt2", name: {"vocabulary": 512}.get(name, "0" * 64)}
         seen.add(config.replace(**other).fingerprint)
     assert len(seen) == 1 + len(Config.model_fields)
 
@@ -204,7 +206,24 @@ def test_a_setting_that_was_added_later_keeps_the_fingerprint_of_older_runs() ->
     ("settings", "known"),
     [
         ({"compose": "stack"}, "compose: must be 'fuse', 'pool' or 'euler' (got 'stack')"),
-        ({"tokenizer": "words"}, "tokenizer: must be 'bytes' (got 'words')"),
+        (
+            {"tokenizer": "two words"},
+            "tokenizer: must be bytes, bpe:N, the path of a tokenizer.json, or a name on the "
+            "Hugging Face hub (got 'two words')",
+        ),
+        *(
+            (
+                {"tokenizer": wrong},
+                "tokenizer: must be bpe:N with N from 300 to 1,000,000, as in bpe:4096 "
+                f"(got {wrong!r})",
+            )
+            for wrong in ("bpe:299", "bpe:1000001", "bpe", "bpe:4k", "bpe:-5", "bpe:٣٠٠٠")
+        ),
+        ({"vocabulary": 300}, "tokenizer=bytes has 256 tokens and no tokenizer_hash"),
+        (
+            {"tokenizer_hash": "0" * 64},
+            "tokenizer=bytes has 256 tokens and no tokenizer_hash",
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(
@@ -213,6 +232,17 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
     with pytest.raises(ConfigError) as refused:
         make_config(settings)
     assert str(refused.value) == known
+
+
+def test_a_tokenizer_brings_its_vocabulary() -> None:
+    learned = make_config({"tokenizer": "bpe:4096"})
+    assert (learned.vocabulary, learned.tokenizer_hash) == (4096, "")
+    resolved = learned.replace(tokenizer_hash="a" * 64, vocabulary=4000)
+    assert resolved.replace(width=64).vocabulary == 4000, "it stays with its tokenizer"
+    assert resolved.replace(tokenizer="bytes").model_dump() == Config().model_dump()
+    assert make_config(resolved.model_dump()) == resolved
+    for name in ("gpt2", "org/model@main", "some/where/tokenizer.json", "./here", "~/models/x"):
+        assert make_config({"tokenizer": name}).tokenizer == name
 
 
 def test_the_fusion_block_is_the_last_one() -> None:

@@ -55,7 +55,7 @@ class Pairs(Tokenizer):
 @pytest.fixture(autouse=True)
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pairs]:
     monkeypatch.setattr(tokenizers, "_TABLE", dict(tokenizers._TABLE))
-    before = set(settings.TOKENIZERS)
+    before = dict(settings.TOKENIZERS)
     tokenizer = Pairs()
     register(tokenizer)
     yield tokenizer

@@ -21,7 +21,7 @@ from cyclopts import Token as Word
 from cyclopts import ValidationError as WrongValue
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from blocktrain.config import Config, sentence
+from blocktrain.config import DERIVED, Config, sentence
 from blocktrain.coordinator.policy import Policy
 
 
@@ -70,8 +70,11 @@ def _number(kind: type, tokens: Sequence[Word]) -> float:
         ) from None
 
 
-SettingsFlags = flags_of("Flags", "Settings (also as keys of --config FILE.toml)", Config)
+SettingsFlags = flags_of(
+    "Flags", "Settings (also as keys of --config FILE.toml)", Config, without=DERIVED
+)
 VARIES = (
+    *DERIVED,
     "seed",
     "objective",
     "skip",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import (
+    cache_folder,
     cores,
     is_pulled,
     new_run_folder,
@@ -144,15 +145,20 @@ class TrainRequest(NamedTuple):
 def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.data import absolute
-    from blocktrain.learning.tokenizer import tokenizer_of
+    from blocktrain.learning.tokenizer import cut_text, tokenizer_of
     from blocktrain.learning.train import pick_device
+    from blocktrain.learning.vocabulary import resolve
     from blocktrain.runs.folder import create_run, open_run
+    from blocktrain.terminal import bar
 
     from_file, of_run = read_settings(request.config)
     data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
     config = make_config({**from_file, **request.settings}, request.preset)
     pick_device(config.device)
-    text, tokenizer = source(data).open(), tokenizer_of(config)
+    text = source(data).open()
+    with bar("tokenizer") as progress:
+        config = resolve(config, lambda: cut_text(text.text.train), cache_folder(), progress)
+    tokenizer = tokenizer_of(config)
     text.encode(tokenizer).require(config.context)
     evaluated = text.limit_valid(eval_bytes).encode(tokenizer)
     evaluated.require(config.context, "valid", advice=EVAL_ADVICE)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktrain.config import Config
-from blocktrain.learning.tokenizer import tokenizer_of
 
 MIN_ROWS = 4
 NOISE_FREQUENCIES = 16
@@ -207,7 +206,7 @@ class Block(nn.Module):
         W = config.width
         self.context, self.heads = config.context, config.heads
         self.checkpoint_activations = config.checkpoint_activations
-        self.vocabulary = tokenizer_of(config).vocabulary
+        self.vocabulary = config.vocabulary
         self.embed = nn.Parameter(torch.randn(config.lookback, self.vocabulary, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
         self.register_buffer(
@@ -417,7 +416,7 @@ def noise_features(c_noise: Tensor) -> Tensor:
 def target_table(config: Config) -> Tensor:
     """Y (V, Z): unit rows drawn from the run's seed; never trained, never shipped."""
     generator = torch.Generator().manual_seed(config.seed)
-    rows = torch.randn(tokenizer_of(config).vocabulary, config.z_width, generator=generator)
+    rows = torch.randn(config.vocabulary, config.z_width, generator=generator)
     return F.normalize(rows, dim=-1)
 
 

@@ -2,6 +2,7 @@
 
 RUN/
   config.toml     settings with their fingerprint, the corpus, whether the reference is wanted
+  tokenizer.json  the vocabulary, unless tokens are bytes; also in model/
   events.jsonl    what happened, a line per event
   coordinator/    ledger, versions and updates: all that `blocktrain audit` needs
   state/          optimizer and updates of unfinished blocks, and the unfinished reference
@@ -30,9 +31,11 @@ from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import Model, build_block, composition_of
 from blocktrain.learning.model import Block, IndependentBlock, build_reference
+from blocktrain.learning.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_of
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
 FORMAT = "blocktrain-model-2"
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def create_run(folder: Path, config: Config, data: str, *, reference: bool = Fal
             )
         for path in (folder, run.model, folder / "state"):
             path.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(folder, config)
         write_atomic(folder / "config.toml", content)
     except OSError as error:
         raise RunError(
@@ -138,7 +142,31 @@ def open_run(folder: Path) -> RunSettings:
             f"{path} was changed, or is of another version of blocktrain: "
             "start a new run with --config"
         )
+    read_tokenizer(folder, config)
     return RunSettings(RunFolder(folder), config, data, reference)
+
+
+def write_tokenizer(folder: Path, config: Config) -> None:
+    """Keep the tokenizer of a run in its folder; bytes need no file."""
+    tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, JsonTokenizer):
+        write_atomic(folder / TOKENIZER, tokenizer.content)
+
+
+def read_tokenizer(folder: Path, config: Config) -> None:
+    """Load the tokenizer of a run from its folder: `tokenizer_of` finds it from now on."""
+    if not config.tokenizer_hash:
+        return
+    path = folder / TOKENIZER
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RunError(
+            f"cannot read the tokenizer {path}: {error.strerror or error}; restore it"
+        ) from None
+    if hashlib.sha256(content).hexdigest() != config.tokenizer_hash:
+        raise RunError(f"{path} is damaged or foreign: the run has another tokenizer; restore it")
+    load_tokenizer(content, str(path))
 
 
 def want_reference(settings: RunSettings) -> RunSettings:
@@ -194,6 +222,7 @@ def seal(run: RunFolder, config: Config, data: str, pool_weights: torch.Tensor |
         "files": files,
         "reference": file_sha256(reference) if reference.exists() else None,
     }
+    write_tokenizer(run.model, config)
     write_json(run.model / "config.json", {**content, "sha256": _digest(content)})
 
 
@@ -323,6 +352,7 @@ def read_manifest(folder: Path) -> ModelManifest:
     digest = content.pop("sha256", None)  # an early version wrote none
     if digest is not None and digest != _digest(content):
         raise RunError(f"{path} was changed; restore it, or train again")
+    read_tokenizer(run.model, config)
     return ModelManifest(run, config, data, content["files"], weights, reference)
 
 

@@ -30,7 +30,6 @@ from blocktrain.learning.model import (
     target_table,
 )
 from blocktrain.learning.threads import use_threads
-from blocktrain.learning.tokenizer import tokenizer_of
 
 T = TypeVar("T")
 SessionMemory = Any
@@ -340,7 +339,7 @@ def _facts(
         config.z_width,
         config.fingerprint,
         model,
-        tokenizer_of(config).vocabulary,
+        config.vocabulary,
     )
 
 

@@ -12,7 +12,6 @@ from blocktrain.config import Config
 from blocktrain.learning.compose import build_block, independent
 from blocktrain.learning.data import Corpus, open_corpus
 from blocktrain.learning.model import Block
-from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.compression import METHODS, compress, compress_weights
@@ -33,7 +32,7 @@ def footprint(config: Config, index: int) -> int:
 
     Weights, gradients, moments and activations; for a fusion block also the blocks that it reads.
     """
-    width, vocabulary = config.width, tokenizer_of(config).vocabulary
+    width, vocabulary = config.width, config.vocabulary
     block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * vocabulary * width
     reads = config.reads(index)
     if config.checkpoint_activations:  # the inputs of all layers, and one layer computed again

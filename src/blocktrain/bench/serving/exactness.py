@@ -13,7 +13,6 @@ from pathlib import Path
 from blocktrain.bench.serving.answers import Prompt, Way, write
 from blocktrain.config import Config
 from blocktrain.learning.generate import Drafter, Picker, Sampler, Text, common_prefix
-from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.blocks import ComputeThread, FanBlocks
 from blocktrain.serving.entry.drafting import DraftBlock
@@ -50,9 +49,7 @@ async def open_fan_model(folder: Path, route: Sequence[str]) -> AsyncIterator[Fa
     config, thread = source.config, ComputeThread()
     lines = Route(
         route,
-        StageAccess(
-            config.fingerprint, b"", source.model, vocabulary=tokenizer_of(config).vocabulary
-        ),
+        StageAccess(config.fingerprint, b"", source.model, vocabulary=config.vocabulary),
     )
     local = FanBlocks(config, source.load_blocks([1]), source.model)
     readout = source.load_readout()

@@ -30,7 +30,6 @@ from blocktrain.errors import RunError
 from blocktrain.learning.generate import Picker, Sampler
 from blocktrain.learning.model import Cache
 from blocktrain.learning.threads import use_threads
-from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import frames
 from blocktrain.runs.folder import write_json
 from blocktrain.serving.blocks import ReferenceLayers, through_layers
@@ -202,7 +201,7 @@ def _ring(options: LargeOptions, shape: Shape, config: Config, path: Path) -> It
                 config.fingerprint,
                 b"",
                 model_hash(shape),
-                vocabulary=tokenizer_of(config).vocabulary,
+                vocabulary=config.vocabulary,
             ),
         )
 

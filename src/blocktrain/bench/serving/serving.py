@@ -46,7 +46,6 @@ from blocktrain.learning.data import Source
 from blocktrain.learning.evaluate import text_bits
 from blocktrain.learning.generate import Drafter, Sampler
 from blocktrain.learning.threads import limited_threads
-from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import ModelManifest, file_sha256, load_independent, read_manifest
 from blocktrain.runs.served import RunModel
@@ -367,9 +366,7 @@ async def _costs(
 ) -> tuple[list[float], Costs]:
     """Software time of hops, and the parts of the cost model."""
     config, manifest = subject.config, subject.manifest
-    access = StageAccess(
-        config.fingerprint, b"", manifest.model_hash, vocabulary=tokenizer_of(config).vocabulary
-    )
+    access = StageAccess(config.fingerprint, b"", manifest.model_hash, vocabulary=config.vocabulary)
     async with timed_line(fan[0].address, access) as line:  # the stage with most blocks
         overheads = await hop_overhead(line, config.context, subject.options.sizes.hops)
         stage = await stage_cost(line, config.context)
