@@ -6,6 +6,7 @@ import multiprocessing
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -96,10 +97,11 @@ def run_jobs(
     slots: int,
     on_message: Callable[[str, dict[str, Any]], None],
     again: str = "continue with --resume",
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run all jobs. If one fails, or on Ctrl-C, the others save and end, and it raises.
 
-    `again` tells the user how to continue.
+    `again` tells the user how to continue. `stopped` is Ctrl-C for those who run jobs in a thread.
     """
     table = _Table({job.name: job for job in jobs})
     context = multiprocessing.get_context("forkserver")
@@ -108,6 +110,8 @@ def run_jobs(
     context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
     try:
         while table.waiting or table.running:
+            if stopped():
+                raise KeyboardInterrupt
             ready = [job for job in table.waiting.values() if table.done.issuperset(job.after)]
             for job in ready[: slots - len(table.running)]:
                 table.running[job.name] = _start(job, context)
@@ -127,17 +131,27 @@ def run_jobs(
 
 def _start(job: Job, context: ForkServerContext) -> _Running:
     """Start a job. Neither it nor the server that forks it ever reacts to Ctrl-C."""
-    signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _ignore_interrupts():
         forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, signal_handler)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(job, theirs), name=job.name, daemon=True)
     with _no_main():
         process.start()  # waits while the server imports; Ctrl-C still ends the wait
     theirs.close()
     return _Running(process, ours)
+
+
+@contextmanager
+def _ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C, which only the main thread receives."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @contextmanager
@@ -190,30 +204,39 @@ def _exit_sentence(code: int | None, again: str) -> str:
 
 def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
     """Ask all jobs to save and end; kill those that have not ended in time."""
-    signal_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for running in table.running.values():
-        running.process.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
-    try:
-        for name, running in table.running.items():
-            while (
-                running.connection.poll(max(0.0, deadline - time.monotonic()))
-                and time.monotonic() < deadline
-            ):
-                try:
-                    message = running.connection.recv()
-                except (EOFError, ConnectionResetError):
-                    break
-                if "error" not in message:
-                    with suppress(OSError):  # a log that cannot be written: that ended the jobs
-                        on_message(name, message)
-            running.process.join(max(0.0, deadline - time.monotonic()))
-    finally:
+    with _ignore_interrupts():
         for running in table.running.values():
-            if running.process.is_alive():
-                running.process.kill()
-                running.process.join()
-        signal.signal(signal.SIGINT, signal_handler)
+            running.process.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        try:
+            for name, running in table.running.items():
+                _drain(name, running, deadline, on_message)
+                running.process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for running in table.running.values():
+                if running.process.is_alive():
+                    running.process.kill()
+                    running.process.join()
+
+
+def _drain(
+    name: str,
+    running: _Running,
+    deadline: float,
+    on_message: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Receive the last messages of a job."""
+    while (
+        running.connection.poll(max(0.0, deadline - time.monotonic()))
+        and time.monotonic() < deadline
+    ):
+        try:
+            message = running.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        if "error" not in message:
+            with suppress(OSError):  # a log that cannot be written: that ended the jobs
+                on_message(name, message)
 
 
 def _main(job: Job, connection: Connection) -> None:

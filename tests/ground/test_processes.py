@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -244,3 +245,25 @@ def test_an_orphan_saves_and_ends_by_itself(tmp_path: Path) -> None:
         timeout=120
     )  # returns when the orphan, which holds the pipes too, has ended
     assert (tmp_path / "saved").read_text() == "saved"
+
+
+def test_jobs_in_a_thread_can_be_stopped(tmp_path: Path) -> None:
+    path, stop = tmp_path / "saved", threading.Event()
+    seen: list[dict[str, Any]] = []
+    raised: list[BaseException] = []
+
+    def on_message(_: str, message: dict[str, Any]) -> None:
+        seen.append(message)
+        stop.set()
+
+    def work() -> None:
+        try:
+            jobs = [Job("job", wait_and_save, (path,))]
+            run_jobs(jobs, 1, on_message, stopped=stop.is_set)
+        except Interrupted as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(100)
+    assert raised and path.read_text() == "saved" and seen == [{"ready": True}, {"saved": True}]
