@@ -205,10 +205,18 @@ def test_a_prompt_beyond_the_context_keeps_its_tail_and_says_so(
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ["a", "b"]}, "prompt"),
-    ({"prompt": [1, 2]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["a", 2]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [256]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n"),
+    ({"prompt": "a" * 66_000, "echo": True, "logprobs": 1}, "prompt"),
     ({"prompt": 5}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 8193}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"n": 9}, "n"),
@@ -218,7 +226,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, "seed"),
     ({"seed": 1 << 63}, "seed"),
     ({"stop": ""}, "stop"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
     ({"stop": "x" * 257}, "stop"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -229,8 +237,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sweeps": 65}, "sweeps"),
     ({"draft": "last-block"}, "draft"),
     ({"allow_degraded": "no"}, "allow_degraded"),
-    ({"echo": True}, "echo"),
-    ({"logprobs": 0}, "logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -581,8 +590,8 @@ def test_characters_come_whole_however_the_bytes_are_cut(content: bytes, cuts: l
     places = sorted({min(cut, len(content)) for cut in cuts})
     parts = [content[a:b] for a, b in zip([0, *places], [*places, len(content)], strict=True)]
     writing = TextChoice(0)
-    texts = [writing.take(Piece(part, None, stats())) for part in parts]
-    texts.append(writing.take(Piece(b"", "length", stats())))
+    texts = [writing.take(Piece(part, None, stats())).text for part in parts]
+    texts.append(writing.take(Piece(b"", "length", stats())).text)
     assert "".join(texts) == writing.text == content.decode(errors="replace")
     assert writing.bytes == len(content)
     if content.decode(errors="ignore").encode() == content:

@@ -74,11 +74,44 @@ def _gumbel(seed: int, position: int, size: int) -> Scores:
     return counter_draws("sampling", seed, position).gumbel(size=size)
 
 
-class Picker:
-    """The tokens that a sampler picks, and how many of them were nearly a tie."""
+@dataclass(frozen=True)
+class TokenScore:
+    """A token, its log-probability where it stands, and the likeliest tokens there, best first.
 
-    def __init__(self, sampler: Sampler) -> None:
+    Nothing comes before the first token of a prompt, so that one has no probability.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenScore]:
+    """The scores of some tokens from the logits (T, V) that they were or could be picked from.
+
+    They are the model's own: temperature and top_p do not change them.
+    """
+    logp = logits.double().log_softmax(-1)
+    chosen = logp.gather(-1, torch.tensor(tokens, device=logp.device)[:, None])[:, 0].tolist()
+    best = logp.topk(min(top, logp.shape[-1]), dim=-1)
+    return [
+        TokenScore(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(
+            tokens, chosen, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]
+
+
+class Picker:
+    """The tokens that a sampler picks, and how many of them were nearly a tie.
+
+    With `top` it also keeps the score of each, and of so many other tokens.
+    """
+
+    def __init__(self, sampler: Sampler, top: int | None = None) -> None:
         self.sampler = sampler
+        self.scores: dict[int, TokenScore] = {}  # by position
+        self._top = top
         self._ties: set[int] = set()  # positions
 
     def picks(self, logits: Tensor, first: int) -> Iterator[int]:
@@ -87,7 +120,10 @@ class Picker:
             scores = self.sampler.scores(row, first + i)
             second, best = np.partition(scores, -2)[-2:]
             (self._ties.add if best - second < NEAR_TIE else self._ties.discard)(first + i)
-            yield int(scores.argmax())
+            token = int(scores.argmax())
+            if self._top is not None:
+                self.scores[first + i] = score_tokens(row[None], [token], self._top)[0]
+            yield token
 
     @property
     def near_ties(self) -> int:
@@ -194,6 +230,19 @@ class Commit:
     tokens: Tokens
     drafted: int | None = None  # None: no draft was checked
     accepted: int = 0
+
+
+def prompt_steps(ids: Tokens, context: int, most: int) -> Iterator[Score]:
+    """The sweeps that score all tokens of a text but the first, `most` positions at a time.
+
+    Each token is read in the window in which it would have been written.
+    """
+    known = 1
+    while known < len(ids):
+        begin = window_start(known, context)
+        last = min(begin + context, known + most - 1, len(ids) - 1)
+        yield Score(ids[begin:last], known - 1 - begin)
+        known = last + 1
 
 
 Step = Draft | Score | Denoise | Commit

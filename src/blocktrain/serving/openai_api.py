@@ -22,13 +22,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.learning.generate import Tokens
+from blocktrain.learning.tokenizer import Tokenizer
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.blocks import name_blocks
 from blocktrain.serving.entry.answer import Piece
+from blocktrain.serving.entry.answer import Request as TextRequest
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.metrics import ServingMetrics
-from blocktrain.serving.openai_messages import ApiError, CompletionJob, TextChoice
+from blocktrain.serving.openai_messages import ApiError, TextChoice, TextJob
 from blocktrain.serving.request_queue import RequestQueue
 from blocktrain.web import sse
 from blocktrain.web.guard import Access, Front, Keys, is_local_host
@@ -180,6 +183,7 @@ class OpenAIApi:
             "object": "model",
             "created": int(self.began),
             "owned_by": "blocktrain",
+            "context_length": self.entry.config.context,
         }
 
     async def status(self, _: Request, __: Send) -> Response:
@@ -194,6 +198,9 @@ class OpenAIApi:
         limits = {
             "max_tokens": m.MAX_TOKENS,
             "n": m.MAX_CHOICES,
+            "choices": m.MAX_ANSWERS,
+            "logprobs": m.MAX_LOGPROBS,
+            "scored_tokens": m.MAX_SCORED,
             "sweeps": m.MAX_SWEEPS,
             "body_bytes": MAX_BODY,
         }
@@ -213,19 +220,39 @@ class OpenAIApi:
 
     async def completions(self, request: Request, send: Send) -> Response | None:
         """POST /v1/completions."""
+        fields = m.read_completion(await self._json(request))
+        job = m.completion_job(fields, self.rules.model, self.rules.defaults)
+        return await self._answer(request, job, send)
+
+    async def _json(self, request: Request) -> bytes:
+        """The body of a request that says it is JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
-        content = await self.front.read_body(request, MAX_BODY)
-        job = m.completion_job(m.read_completion(content), self.rules.model, self.rules.defaults)
+        return await self.front.read_body(request, MAX_BODY)
+
+    async def _answer(self, request: Request, job: TextJob, send: Send) -> Response | None:
+        job = await asyncio.to_thread(encode_prompts, job, self.entry.tokenizer)
         return await _while_connected(
             request.receive, self._write(job, send), self.metrics.count_disconnect
         )
 
-    async def _write(self, job: CompletionJob, send: Send) -> Response | None:
+    def _choices(self, job: TextJob) -> list[TextChoice]:
+        tokenizer = self.entry.tokenizer
+        return [
+            TextChoice(
+                index,
+                tokenizer.token,
+                echo=prompt_bytes(request, tokenizer) if job.echo else b"",
+                scored=request.logprobs is not None,
+            )
+            for index, request in enumerate(job.requests)
+        ]
+
+    async def _write(self, job: TextJob, send: Send) -> Response | None:
         """All choices of a job, in one piece or as a stream."""
         async with self.slots.slot(), aclosing(_pieces(self.entry, job)) as pieces:
-            choices = [TextChoice(index) for index in range(len(job.requests))]
+            choices = self._choices(job)
             try:
                 first = await anext(
                     pieces
@@ -244,7 +271,7 @@ class OpenAIApi:
 
     async def _stream(
         self,
-        job: CompletionJob,
+        job: TextJob,
         choices: list[TextChoice],
         first: _IndexedPiece,
         pieces: AsyncGenerator[_IndexedPiece],
@@ -287,25 +314,60 @@ def _take(choices: list[TextChoice], item: _IndexedPiece) -> None:
         choices[item[0]].take(item[1])
 
 
-def _chunk(job: CompletionJob, choices: list[TextChoice], item: _IndexedPiece) -> bytes:
+def _chunk(job: TextJob, choices: list[TextChoice], item: _IndexedPiece) -> bytes:
     """A piece as it is sent; empty while a character is incomplete."""
     if item is None:
         return ALIVE
     choice = choices[item[0]]
-    text = choice.take(item[1])
-    return m.chunk(job, choice, text) if text or choice.finish else b""
+    fragment = choice.take(item[1])
+    return m.chunk(job, choice, fragment) if fragment.text or choice.finish else b""
 
 
-async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_IndexedPiece]:
+def encode_prompts(job: TextJob, tokenizer: Tokenizer) -> TextJob:
+    """The job with ids for prompts; ids that the model does not have are refused."""
+    encoded: dict[bytes | Tokens, Tokens] = {}
+    for prompt in {request.prompt for request in job.requests}:
+        ids = tuple(tokenizer.encode(prompt).tolist()) if isinstance(prompt, bytes) else prompt
+        if wrong := max(ids) if max(ids) >= tokenizer.vocabulary else None:
+            raise ApiError(
+                400,
+                f"prompt has the token id {wrong}, but this model has only 0 to "
+                f"{tokenizer.vocabulary - 1}",
+                "invalid_value",
+                param="prompt",
+            )
+        encoded[prompt] = ids
+    requests = [replace(request, prompt=encoded[request.prompt]) for request in job.requests]
+    scored = sum(len(request.prompt) for request in requests if request.score_prompt)
+    if scored > m.MAX_SCORED and requests[0].logprobs is not None:
+        raise ApiError(
+            400,
+            f"prompt has {scored} tokens to score for echo and logprobs, but at most "
+            f"{m.MAX_SCORED} fit a request: send several",
+            "invalid_value",
+            param="prompt",
+        )
+    return replace(job, requests=tuple(requests))
+
+
+def prompt_bytes(request: TextRequest, tokenizer: Tokenizer) -> bytes:
+    """The prompt as the model reads it."""
+    prompt = request.prompt
+    return prompt if isinstance(prompt, bytes) else tokenizer.decode(prompt)
+
+
+async def _pieces(entry: Entry, job: TextJob) -> AsyncGenerator[_IndexedPiece]:
     """The pieces of all choices as they come.
 
     Closing it closes all choices, and an error of one ends all.
     """
     arrivals: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(AHEAD)
+    at_work, loop = asyncio.Semaphore(m.MAX_CHOICES), asyncio.get_running_loop()
+    began = loop.time()
 
     async def pump(index: int) -> None:
         try:
-            async with aclosing(entry.generate(job.requests[index])) as pieces:
+            async with at_work, aclosing(entry.generate(request_now(index))) as pieces:
                 async for piece in pieces:
                     await arrivals.put(
                         (index, replace(piece, stats=replace(piece.stats)))
@@ -313,6 +375,11 @@ async def _pieces(entry: Entry, job: CompletionJob) -> AsyncGenerator[_IndexedPi
             await arrivals.put(None)
         except Exception as error:
             await arrivals.put(error)
+
+    def request_now(index: int) -> TextRequest:
+        """The request, whose deadline counts from the beginning of the job."""
+        request = job.requests[index]
+        return replace(request, deadline=max(0.0, request.deadline - (loop.time() - began)))
 
     pumps = [asyncio.create_task(pump(index)) for index in range(len(job.requests))]
     open_ = len(pumps)

@@ -1,4 +1,7 @@
-"""The messages of the OpenAI completions API, with their limits. No I/O."""
+"""The messages of OpenAI's API and its completions, with their limits. No I/O.
+
+The other half, chats, is in openai_chat.py.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ import codecs
 import json
 import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from blocktrain.errors import BlockTrainError
+from blocktrain.learning.generate import Tokens, TokenScore
 from blocktrain.serving.entry.answer import Piece, Request, Stats
 from blocktrain.web.sse import frame
 
-MAX_TOKENS = 8192  # bytes of one choice
-MAX_CHOICES = 8
+MAX_TOKENS = 8192  # of one choice
+MAX_CHOICES = 8  # of one prompt, and at work at the same time
+MAX_ANSWERS = 128  # all choices of all prompts of a request
+MAX_LOGPROBS = 20
+MAX_SCORED = 1 << 16  # tokens of all prompts of a request, if echo asks for their logprobs
 MAX_SWEEPS = 64
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_SEED = (1 << 63) - 1
 DEFAULT_TOKENS, DEFAULT_TEMPERATURE = (
@@ -29,12 +36,11 @@ DEFAULT_TOKENS, DEFAULT_TEMPERATURE = (
 )  # as `blocktrain generate`: the same seed alone gives the same text
 
 # Fields of the API that are not supported, with the values that ask for nothing.
-HARMLESS: dict[str, tuple[Any, ...]] = {
+Harmless = dict[str, tuple[Any, ...]]
+HARMLESS: Harmless = {
     "best_of": (None, 1),
-    "echo": (None, False),
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
-    "logprobs": (None,),
     "presence_penalty": (None, 0),
     "suffix": (None, ""),
 }
@@ -76,13 +82,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class Completion(BaseModel):
-    """The body of POST /v1/completions. null means left out. The last four fields are ours."""
+class AnswerFields(BaseModel):
+    """What all requests for text may say. null means left out. The last four fields are ours."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: Annotated[str, Field(min_length=1, max_length=256)]
-    prompt: str | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -95,18 +99,6 @@ class Completion(BaseModel):
     sweeps: Annotated[int, Field(ge=1, le=MAX_SWEEPS)] | None = None
     draft: DraftName | None = None
     allow_degraded: bool | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _one_text(cls, value: Any) -> Any:
-        """Accept a list that holds one text."""
-        if isinstance(value, list):
-            if len(value) != 1 or not isinstance(value[0], str):
-                raise ValueError(
-                    "must be one text, or a list that holds one; send a request for each"
-                )
-            return value[0]
-        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -126,22 +118,63 @@ class Completion(BaseModel):
         return tuple(texts)
 
 
+PromptText = str | Tokens
+
+
+class Completion(AnswerFields):
+    """The body of POST /v1/completions."""
+
+    prompt: tuple[PromptText, ...] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        """Accept a text, a list of texts, the ids of a text, or a list of those."""
+        if value is None or isinstance(value, str):
+            return None if value is None else (value,)
+        if not isinstance(value, list) or not value:
+            raise ValueError("must be a text, a list of texts, a list of ids, or a list of those")
+        if len(value) > MAX_ANSWERS and not isinstance(value[0], int):
+            raise ValueError(f"must be at most {MAX_ANSWERS} prompts: send several requests")
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        every = [value] if isinstance(value[0], int) else value
+        if not all(isinstance(ids, list) and ids and all(map(_is_id, ids)) for ids in every):
+            raise ValueError("must be only texts or only lists of token ids, none of them empty")
+        return tuple(map(tuple, every))
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
 def read_completion(content: bytes) -> Completion:
     """Parse and check a body; the error names the first wrong field."""
+    return read_fields(content, Completion, HARMLESS)
+
+
+Fields = TypeVar("Fields", bound=BaseModel)
+
+
+def read_fields(content: bytes, kind: type[Fields], harmless: Harmless) -> Fields:
+    """Parse and check a body of this kind, without the harmless fields."""
     try:
         fields = pydantic_core.from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", "invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object", "invalid_json")
-    for name, harmless in HARMLESS.items():
+    for name, values in harmless.items():
         value = fields.pop(name, None)
-        if value not in harmless and not (name == "best_of" and value == fields.get("n")):
+        if value not in values and not (name == "best_of" and value == fields.get("n")):
             raise ApiError(
                 400, f"{name} is not supported here: leave it out", "unsupported", param=name
             )
     try:
-        return Completion.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _validation_error(error) from None
 
@@ -179,80 +212,215 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class CompletionJob:
-    """A completion that is to be written: one request to the entry for each choice."""
+class TextJob:
+    """Text that is to be written: for each prompt `n` requests to the entry, one a choice."""
 
     model: str
     requests: tuple[Request, ...]
-    seed: int
+    n: int
+    form: AnswerForm
     stream: bool
     usage: bool  # at the end of the stream
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    echo: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def completion_job(completion: Completion, model: str, defaults: Defaults) -> CompletionJob:
-    """What the body means on this server. Choice i of several is written with seed + i."""
-    if completion.model != model:
+def text_job(
+    fields: AnswerFields,
+    asked: Sequence[Request],
+    form: AnswerForm,
+    model: str,
+    defaults: Defaults,
+) -> TextJob:
+    """What the fields mean on this server, for prompts that are asked like this.
+
+    Choice i of a prompt is written with seed + i.
+    """
+    if fields.model != model:
         raise ApiError(
             404,
-            f"there is no model {completion.model!r} here, only {model!r}",
+            f"there is no model {fields.model!r} here, only {model!r}",
             "model_not_found",
             param="model",
         )
-    if completion.stream_options is not None and not completion.stream:
+    if fields.stream_options is not None and not fields.stream:
         raise ApiError(
             400, "stream_options needs stream to be true", "invalid_value", param="stream_options"
         )
-    seed = secrets.randbelow(1 << 32) if completion.seed is None else completion.seed
-    prompt = (completion.prompt or "\n").encode()
+    seed = secrets.randbelow(1 << 32) if fields.seed is None else fields.seed
+    temperature = DEFAULT_TEMPERATURE if fields.temperature is None else fields.temperature
+    degraded = fields.allow_degraded
+    n = fields.n or 1
     requests = [
-        Request(
-            prompt=prompt,
-            max_tokens=completion.max_tokens or DEFAULT_TOKENS,
-            mode=completion.mode or defaults.mode,
-            sweeps=completion.sweeps or defaults.sweeps,
-            draft=completion.draft or defaults.draft,
+        replace(
+            request,
+            mode=fields.mode or defaults.mode,
+            sweeps=fields.sweeps or defaults.sweeps,
+            draft=fields.draft or defaults.draft,
             seed=(seed + number) & MAX_SEED,
-            temperature=DEFAULT_TEMPERATURE
-            if completion.temperature is None
-            else completion.temperature,
-            top_p=1.0 if completion.top_p is None else completion.top_p,
-            stop=tuple(text.encode() for text in completion.stop or ()),
-            allow_degraded=defaults.allow_degraded
-            if completion.allow_degraded is None
-            else completion.allow_degraded,
+            temperature=temperature,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            stop=(*request.stop, *(text.encode() for text in fields.stop or ())),
+            allow_degraded=defaults.allow_degraded if degraded is None else degraded,
             deadline=defaults.deadline,
         )
-        for number in range(completion.n or 1)
+        for request in asked
+        for number in range(n)
     ]
-    with_usage = bool(completion.stream_options and completion.stream_options.include_usage)
-    return CompletionJob(model, tuple(requests), seed, bool(completion.stream), with_usage)
+    if len(requests) > MAX_ANSWERS:
+        raise ApiError(
+            400,
+            f"prompt and n ask for {len(requests)} choices, but at most {MAX_ANSWERS} fit a "
+            "request: send several",
+            "invalid_value",
+            param="n",
+        )
+    with_usage = bool(fields.stream_options and fields.stream_options.include_usage)
+    return TextJob(model, tuple(requests), n, form, bool(fields.stream), with_usage)
+
+
+def completion_job(completion: Completion, model: str, defaults: Defaults) -> TextJob:
+    """What the body means on this server."""
+    echo = bool(completion.echo)
+    most = DEFAULT_TOKENS if completion.max_tokens is None else completion.max_tokens
+    asked = [
+        Request(
+            prompt.encode() if isinstance(prompt, str) else prompt,
+            most,
+            logprobs=completion.logprobs,
+            score_prompt=echo,
+        )
+        for prompt in (text or "\n" for text in completion.prompt or ("",))
+    ]
+    return replace(text_job(completion, asked, CompletionForm(), model, defaults), echo=echo)
+
+
+@dataclass(frozen=True)
+class PlacedScore:
+    """The score of a token, and where its text begins."""
+
+    score: TokenScore
+    offset: int  # in characters
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some text of a choice, and the scores of its tokens if they were asked for."""
+
+    text: str
+    scores: tuple[PlacedScore, ...] | None
 
 
 class TextChoice:
-    """One choice as it grows: bytes in, whole characters out."""
+    """One choice as it grows: bytes in, whole characters out. `echo` is shown before all else."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(
+        self,
+        index: int,
+        decode: Callable[[int], bytes] = lambda token: bytes((token,)),
+        *,
+        echo: bytes = b"",
+        scored: bool = False,
+    ) -> None:
+        self.index, self.decode = index, decode
         self.parts: list[str] = []
         self.bytes = 0
         self.finish: str | None = None
         self.stats: Stats | None = None
+        self.scores: list[PlacedScore] | None = [] if scored else None
+        self._echo, self._offset = echo, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._place = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def take(self, piece: Piece) -> str:
+    def take(self, piece: Piece) -> Fragment:
         """The characters that are complete now. At the end, incomplete ones are replaced."""
-        text = self._decoder.decode(piece.text, final=piece.finish is not None)
+        text = self._decoder.decode(self._echo + piece.text, final=piece.finish is not None)
+        self._echo = b""
         self.bytes += len(piece.text)
         self.parts.append(text)
         self.finish, self.stats = piece.finish, piece.stats
-        return text
+        if self.scores is None:
+            return Fragment(text, None)
+        known = len(self.scores)
+        for score in piece.scores:
+            self.scores.append(PlacedScore(score, self._offset))
+            self._offset += len(self._place.decode(self.decode(score.token)))
+        return Fragment(text, tuple(self.scores[known:]))
 
     @property
     def text(self) -> str:
         """All of it so far."""
         return "".join(self.parts)
+
+    @property
+    def whole(self) -> Fragment:
+        """All of it so far, with the scores."""
+        return Fragment(self.text, None if self.scores is None else tuple(self.scores))
+
+
+class AnswerForm(Protocol):
+    """How an answer looks: as a completion, or as messages of a chat."""
+
+    id: str  # what its id begins with
+    object: str
+    chunk: str  # the object of a stream
+
+    def choice(self, choice: TextChoice, fragment: Fragment) -> dict[str, Any]:
+        """A choice in one piece."""
+
+    def delta(self, choice: TextChoice, fragment: Fragment) -> dict[str, Any]:
+        """A piece of a choice in a stream."""
+
+
+class CompletionForm:
+    """Of /v1/completions: whole and streamed choices look the same."""
+
+    id = "cmpl"
+    object = chunk = "text_completion"
+
+    def choice(self, choice: TextChoice, fragment: Fragment) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": fragment.text,
+            "logprobs": self._logprobs(choice, fragment.scores),
+            "finish_reason": choice.finish,
+        }
+
+    delta = choice
+
+    def _logprobs(
+        self, choice: TextChoice, scores: Sequence[PlacedScore] | None
+    ) -> dict[str, Any] | None:
+        if scores is None:
+            return None
+
+        def name(token: int) -> str:
+            return token_name(choice.decode(token))
+
+        tops = [
+            None
+            if placed.score.logprob is None
+            else {
+                **{name(token): logprob for token, logprob in reversed(placed.score.top)},
+                name(placed.score.token): placed.score.logprob,
+            }
+            for placed in scores
+        ]
+        return {
+            "tokens": [name(placed.score.token) for placed in scores],
+            "token_logprobs": [placed.score.logprob for placed in scores],
+            "top_logprobs": tops,
+            "text_offset": [placed.offset for placed in scores],
+        }
+
+
+def token_name(content: bytes) -> str:
+    """A token as text. Part of a character has no text: it is written as bytes:\\xe2\\x82."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> dict[str, Any]:
@@ -276,12 +444,17 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
     return fields
 
 
-def usage(job: CompletionJob, choices: Iterable[TextChoice]) -> dict[str, Any]:
-    """Tokens of the run's tokenizer. Of a prompt longer than the context only the end is read."""
-    stats_list = [one.stats for one in choices if one.stats is not None]
-    prompt = max((stats.prompt_tokens for stats in stats_list), default=0)
-    completion = sum(stats.tokens for stats in stats_list)
-    prompt_cut = max((stats.prompt_bytes_cut for stats in stats_list), default=0)
+def usage(job: TextJob, choices: Sequence[TextChoice]) -> dict[str, Any]:
+    """Tokens of the run's tokenizer, those of a prompt once for all its choices.
+
+    Of a prompt longer than the context only the end is read to continue it.
+    """
+    prompt = prompt_cut = completion = 0
+    for first in range(0, len(choices), job.n):
+        stats_list = [one.stats for one in choices[first : first + job.n] if one.stats is not None]
+        prompt += max((stats.prompt_tokens for stats in stats_list), default=0)
+        prompt_cut += max((stats.prompt_bytes_cut for stats in stats_list), default=0)
+        completion += sum(stats.tokens for stats in stats_list)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -290,42 +463,37 @@ def usage(job: CompletionJob, choices: Iterable[TextChoice]) -> dict[str, Any]:
     }
 
 
-def _head(job: CompletionJob) -> dict[str, Any]:
+def _head(job: TextJob, kind: str) -> dict[str, Any]:
     return {
-        "id": job.id,
-        "object": "text_completion",
+        "id": f"{job.form.id}-{job.id}",
+        "object": kind,
         "created": job.created,
         "model": job.model,
     }
 
 
-def _choice(choice: TextChoice, text: str) -> dict[str, Any]:
-    return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish}
-
-
-def response_body(job: CompletionJob, choices: list[TextChoice]) -> dict[str, Any]:
+def response_body(job: TextJob, choices: Sequence[TextChoice]) -> dict[str, Any]:
     """The answer in one piece."""
     return {
-        **_head(job),
-        "choices": [_choice(choice, choice.text) for choice in choices],
+        **_head(job, job.form.object),
+        "choices": [job.form.choice(choice, choice.whole) for choice in choices],
         "usage": usage(job, choices),
-        "blocktrain": facts([choice.stats for choice in choices], job.seed),
+        "blocktrain": facts([choice.stats for choice in choices], job.requests[0].seed),
     }
 
 
-def chunk(job: CompletionJob, choice: TextChoice, text: str) -> bytes:
+def chunk(job: TextJob, choice: TextChoice, fragment: Fragment) -> bytes:
     """A piece of one choice as a server-sent event; the last one has the list of every sweep."""
     details = facts(
-        [choice.stats], (job.seed + choice.index) & MAX_SEED, whole=choice.finish is not None
+        [choice.stats], job.requests[choice.index].seed, whole=choice.finish is not None
     )
-    return event(
-        {**_head(job), "choices": [_choice(choice, text)], "usage": None, "blocktrain": details}
-    )
+    content = {"choices": [job.form.delta(choice, fragment)], "usage": None, "blocktrain": details}
+    return event({**_head(job, job.form.chunk), **content})
 
 
-def last_chunk(job: CompletionJob, choices: list[TextChoice]) -> bytes:
+def last_chunk(job: TextJob, choices: Sequence[TextChoice]) -> bytes:
     """The usage of a stream that asked for it."""
-    return event({**_head(job), "choices": [], "usage": usage(job, choices)})
+    return event({**_head(job, job.form.chunk), "choices": [], "usage": usage(job, choices)})
 
 
 DONE = b"data: [DONE]\n\n"

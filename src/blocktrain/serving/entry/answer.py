@@ -26,6 +26,9 @@ from blocktrain.learning.generate import (
     Step,
     Text,
     Tokens,
+    TokenScore,
+    prompt_steps,
+    score_tokens,
     text_loop,
 )
 from blocktrain.serving.blocks import ComputeThread
@@ -34,6 +37,7 @@ from blocktrain.serving.entry.failover import AnswerFailed, retrieve_exception
 from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.ring import RingSession
 
+SCORED_VALUES = 1 << 24  # logits that one sweep over a prompt returns
 SLICE = 8  # tokens that are drafted before another answer may compute
 LOOK_SECONDS = 0.005  # between two checks whether the thread is idle
 
@@ -42,9 +46,13 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Request:
-    """What to write, and how. An answer that is not complete after `deadline` seconds fails."""
+    """What to write, and how. An answer that is not complete after `deadline` seconds fails.
 
-    prompt: bytes
+    With `logprobs` every token comes with its score and those of so many others, and with
+    `score_prompt` the tokens of the prompt do too.
+    """
+
+    prompt: bytes | Tokens
     max_tokens: int = 256
     mode: Mode = "exact"
     sweeps: int = 1
@@ -53,6 +61,8 @@ class Request:
     temperature: float = 1.0
     top_p: float = 1.0
     stop: tuple[bytes, ...] = ()
+    logprobs: int | None = None
+    score_prompt: bool = False
     allow_degraded: bool = True
     deadline: float = 600.0
 
@@ -79,11 +89,15 @@ class Stats:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some more text. All pieces of an answer share `stats`; the last one has `finish`."""
+    """Some more text. All pieces of an answer share `stats`; the last one has `finish`.
+
+    `scores` are those of the tokens that are shown whole by now and were not before.
+    """
 
     text: bytes
     finish: FinishReason | None
     stats: Stats
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass
@@ -153,6 +167,8 @@ class TextAnswer:
     deadline: float  # on the loop's clock
     began: float = field(default_factory=time.perf_counter)
     window: int = -1  # where the window begins that the stages know
+    _scores: list[TokenScore] = field(default_factory=list)  # of the prompt, until they are shown
+    _scored: int = 0  # tokens of the text whose scores were shown
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The text as it comes. Closing this frees the sessions everywhere."""
@@ -167,6 +183,8 @@ class TextAnswer:
         )
         self.shared.answers += 1
         try:
+            if request.score_prompt and request.logprobs is not None:
+                await self._score_prompt(request.logprobs)
             result: Tokens | Tensor | None = None
             text = b""
             while self._finish() is None:
@@ -195,7 +213,27 @@ class TextAnswer:
         stats.wire_bytes, stats.failovers = tally.wire_bytes, tally.failovers
         stats.degraded = tuple(sorted(tally.missing))
         stats.near_ties, stats.tokens = self.picker.near_ties, self.output.tokens
-        return Piece(text, self._finish(), stats)
+        return Piece(text, self._finish(), stats, self._new_scores(stats.tokens))
+
+    def _new_scores(self, shown: int) -> tuple[TokenScore, ...]:
+        if self.request.logprobs is None:
+            return ()
+        places = range(self.text.prompt + self._scored, self.text.prompt + shown)
+        scores = (*self._scores, *(self.picker.scores[place] for place in places))
+        self._scores, self._scored = [], shown
+        return scores
+
+    async def _score_prompt(self, top: int) -> None:
+        """Score the prompt: a sweep for each window of it, and no sampling."""
+        ids, thread = self.text.ids, self.shared.thread
+        scores, most = [TokenScore(ids[0])], max(1, SCORED_VALUES // self.config.vocabulary)
+        for step in prompt_steps(ids, self.config.context, most):
+            async with self._deadline():
+                logits = await self.session.score(step.window, step.start)
+            tokens = ids[len(scores) : len(scores) + len(logits)]
+            scores += await thread.run(partial(score_tokens, logits, tokens, top))
+            self.stats.sweeps += 1
+        self._scores = scores
 
     # -- the steps of a loop
 

@@ -198,6 +198,11 @@ class Entry:
             )
         if request.mode != "sweep":
             return
+        if request.logprobs is not None:
+            raise ConfigError(
+                "mode sweep keeps drafted text that the whole model has not scored: logprobs "
+                "need mode exact or autoregressive"
+            )
         if self.reference:
             raise ConfigError(
                 "the end-to-end reference has no block to draft with; use mode autoregressive"
@@ -223,7 +228,9 @@ class Entry:
                 yield piece
 
     def _answer(self, request: Request) -> TextAnswer:
-        prompt = self.tokenizer.encode(request.prompt or EMPTY_PROMPT).tolist()
+        prompt = request.prompt or EMPTY_PROMPT
+        if isinstance(prompt, bytes):
+            prompt = tuple(self.tokenizer.encode(prompt).tolist())
         text = Text(prompt, request.max_tokens, self.config.context)
         sampler = Sampler(request.seed, request.temperature, request.top_p)
         deadline = asyncio.get_running_loop().time() + request.deadline
@@ -244,7 +251,7 @@ class Entry:
             self.config,
             text,
             Output(self.tokenizer.token, request.stop),
-            Picker(sampler),
+            Picker(sampler, request.logprobs),
             session,
             drafter,
             self.shared,
