@@ -98,13 +98,15 @@ def _charts(page: Page) -> list[str | None]:
 
 def test_fused_run_with_reference(fuse_run: Path) -> None:
     source, page = _report(fuse_run)
+    composition = json.loads((fuse_run / "result.json").read_text())["composition"]
     assert _charts(page) == ["loss", "ce", "memory", "parameters"]
     for words in (
         "block 1 alone",
         "block 2 alone",
         "block 3 (fusion)",
         "pool",
-        "composed (fusion block)",
+        {"fuse": "composed (fusion block)", "pool": "composed (pool)"}[composition["name"]],
+        composition["reason"],
         "end-to-end reference",
     ):
         assert words in page.text

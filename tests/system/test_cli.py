@@ -69,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["gap"] == pytest.approx(
-        result["valid_ce"]["fuse"] - result["valid_ce"]["reference"], abs=1e-4
+        result["valid_ce"]["composed"] - result["valid_ce"]["reference"], abs=1e-4
     )
     return folder
 

@@ -66,9 +66,12 @@ class Model:
     fusion: FusionBlock | None = None
     pool_weights: Tensor | None = None
     """Fitted weights of the pool; None: equal ones."""
+    compose: str = ""
+    """The composition that it is used with; by default the one that it was trained for."""
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.compose = self.compose or self.config.compose
         self.table = target_table(self.config).to(self.blocks[0].embed.device)
         for block in [*self.blocks, *([self.fusion] if self.fusion else [])]:
             block.requires_grad_(False).eval()
@@ -79,6 +82,7 @@ class Model:
 
     @property
     def composition(self) -> Composition:
+        """The one that it was trained for, which evaluates all that there is to evaluate."""
         return composition_of(self.config)
 
     def select(self, numbers: Iterable[int]) -> dict[int, Block]:
@@ -109,7 +113,7 @@ class Model:
 
     def scorer(self, *, seed: int = 0) -> Scorer:
         """The composed model as it was meant to be used, with its caches."""
-        return self.composition.scorer(self, seed)
+        return composition_of(self.config, self.compose).scorer(self, seed)
 
     def drafter(self, number: int = 1) -> Scorer:
         """One block as a language model of its own."""
@@ -170,7 +174,11 @@ class Composition:
             fusion.readout.copy_from(independent(blocks))
 
     def assemble(
-        self, config: Config, blocks: Mapping[int, Block], pool_weights: Tensor | None = None
+        self,
+        config: Config,
+        blocks: Mapping[int, Block],
+        pool_weights: Tensor | None = None,
+        compose: str = "",
     ) -> Model:
         """The model of all its blocks. Without its fusion block it is only good as a pool."""
         fusion = blocks.get(config.fusion or 0)
@@ -179,6 +187,7 @@ class Composition:
             independent(blocks),
             fusion if isinstance(fusion, FusionBlock) else None,
             pool_weights,
+            compose,
         )
 
     def scorer(self, model: Model, seed: int) -> Scorer:
@@ -286,8 +295,9 @@ for _row in (Fuse(), WeightedPool(), Euler()):
     register(_row)
 
 
-def composition_of(config: Config) -> Composition:
-    return COMPOSITIONS[config.compose]
+def composition_of(config: Config, name: str = "") -> Composition:
+    """The one of these settings, or the one of that name, which composes the same blocks."""
+    return COMPOSITIONS[name or config.compose]
 
 
 def build_block(config: Config, index: int) -> Block:

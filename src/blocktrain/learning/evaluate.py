@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +46,36 @@ def cross_entropies(
     return {name: total / count for name, total in totals.items()}
 
 
+def spread_rows(split: Ids, context: int, limit: int) -> npt.NDArray[np.int64]:
+    """Numbers of rows from all over a split, about `limit` tokens: neighbouring text is alike."""
+    count = (len(split) - 1) // context
+    wanted = min(count, max(limit // context, 1))
+    return np.unique(np.linspace(0, count - 1, wanted).astype(np.int64))
+
+
+@torch.no_grad()
+def cross_entropies_of_rows(
+    predict: Predictors,
+    split: Ids,
+    context: int,
+    numbers: npt.NDArray[np.int64],
+    *,
+    rows: int = 16,
+    device: torch.device | None = None,
+) -> dict[str, float]:
+    """`cross_entropies` on some rows of a split."""
+    totals: dict[str, float] = {}
+    for some in np.array_split(numbers, -(-len(numbers) // rows)):
+        tokens = torch.from_numpy(
+            np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64)
+        )
+        ids = tokens.to(device) if device else tokens
+        for name, logits in predict(ids[:, :-1], int(some[0])).items():
+            ce = F.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="sum")
+            totals[name] = totals.get(name, 0.0) + ce.item()
+    return {name: total / (len(numbers) * context) for name, total in totals.items()}
+
+
 def evaluate(
     model: Model,
     split: Ids,
@@ -65,7 +97,7 @@ def evaluate(
             device=model.device,
             progress=lambda share, finished=number: progress((finished + share) / len(passes)),  # type: ignore[misc]
         )
-    return {"composed": results[model.config.compose], **results}
+    return {"composed": results[model.compose], **results}
 
 
 def evaluate_alone(

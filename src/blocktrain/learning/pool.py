@@ -1,14 +1,18 @@
-"""Weights of the log-linear pool, fitted on the calibration slice."""
+"""What is fitted and chosen on the calibration slice: pool weights, and the composition."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, context_predictors
+from blocktrain.learning.evaluate import cross_entropies_of_rows, spread_rows
 from blocktrain.learning.tokenizer import Ids
 
 LEAST_WEIGHT = 1e-3  # of a block that the pool is better without
@@ -18,12 +22,62 @@ FIT_RIDGE = 1e-6  # so that blocks that agree in everything have a solution too
 FIT_PORTION = 512  # positions
 
 
+@dataclass(frozen=True)
+class CompositionChoice:
+    """The composition that a model is used with, and why."""
+
+    name: str
+    scores: dict[str, float]
+    """Nats per token by composition; empty if there was nothing to compare."""
+    tokens: int
+    """Of the calibration slice, on which they were scored."""
+
+    @property
+    def reason(self) -> str:
+        if not self.scores:
+            return f"nothing else was compared with {self.name}"
+        scores = " and ".join(f"{name} {ce:.4f}" for name, ce in self.scores.items())
+        return (
+            f"{self.name} is best on {self.tokens:,} tokens of the calibration slice: "
+            f"{scores} nats per token"
+        )
+
+
+def choose_composition(
+    model: Model, calibration: Ids, *, limit: int = 1 << 16
+) -> CompositionChoice:
+    """What composes these blocks best: what they were trained for, or their pool.
+
+    Every second row fits the weights of the pool, the others decide: scored on what it was fitted
+    on, the pool would look better than it is.
+    """
+    config = model.config
+    numbers = spread_rows(calibration, config.context, limit)
+    if model.fusion is None or len(numbers) < 2:
+        return CompositionChoice(config.compose, {}, 0)
+    fitted = fit_rows(model, calibration, numbers[::2])
+    pooled = Model(config, model.blocks, model.fusion, fitted)
+    scores = cross_entropies_of_rows(
+        context_predictors(pooled), calibration, config.context, numbers[1::2], device=model.device
+    )
+    candidates = {name: scores[name] for name in (config.compose, "pool")}
+    finite = {name: ce for name, ce in candidates.items() if math.isfinite(ce)}
+    best = min(finite, key=lambda name: finite[name], default=config.compose)
+    return CompositionChoice(best, finite, len(numbers[1::2]) * config.context)
+
+
+def fit_pool_weights(model: Model, calibration: Ids, *, limit: int = 1 << 16) -> Tensor:
+    """Weights of the log-linear pool that fit the calibration slice best, none of them negative.
+
+    Rows come from all over the slice: weights fitted on one stretch of it do not carry over.
+    """
+    return fit_rows(model, calibration, spread_rows(calibration, model.config.context, limit))
+
+
 @torch.no_grad()
-def fit_pool_weights(
-    model: Model, calibration: Ids, *, rows: int = 16, limit: int = 1 << 16
-) -> Tensor:
-    """Weights of the log-linear pool that fit the calibration slice best, none of them negative."""
-    logp, targets = _calibration(model, calibration, rows, limit)
+def fit_rows(model: Model, calibration: Ids, numbers: npt.NDArray[np.int64]) -> Tensor:
+    """`fit_pool_weights` on some rows of the slice."""
+    logp, targets = _calibration(model, calibration, numbers)
     best = torch.full((len(model.blocks),), LEAST_WEIGHT)
     blocks = torch.arange(len(model.blocks))
     # A block that only hurts gets the least weight, and the others are fitted again without it.
@@ -78,15 +132,11 @@ def _fit_of(weights: Tensor, logp: Tensor, targets: Tensor, blocks: Tensor) -> _
     return _Fit(loss / positions, slope / positions, curve / positions)
 
 
-def _calibration(model: Model, split: Ids, rows: int, limit: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (N, P, V) of the blocks and the targets (P,), on about `limit` positions.
-
-    They come from all over the slice: neighbouring text is alike, and weights fitted on one
-    stretch of it do not carry over.
-    """
+def _calibration(
+    model: Model, split: Ids, numbers: npt.NDArray[np.int64], rows: int = 16
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (N, P, V) of the blocks and the targets (P,), on some rows of a split."""
     context = model.config.context
-    count = (len(split) - 1) // context
-    numbers = np.unique(np.linspace(0, count - 1, min(count, max(limit // context, 1))).astype(int))
     logps: list[Tensor] = []
     targets: list[Tensor] = []
     for some in np.array_split(numbers, -(-len(numbers) // rows)):

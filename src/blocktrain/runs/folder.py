@@ -31,6 +31,7 @@ from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import Model, build_block, composition_of
 from blocktrain.learning.model import Block, IndependentBlock, build_reference
+from blocktrain.learning.pool import CompositionChoice
 from blocktrain.learning.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_of
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
@@ -209,7 +210,13 @@ def load_independent(
     return block
 
 
-def seal(run: RunFolder, config: Config, data: str, pool_weights: torch.Tensor | None) -> None:
+def seal(
+    run: RunFolder,
+    config: Config,
+    data: str,
+    pool_weights: torch.Tensor | None,
+    choice: CompositionChoice | None = None,
+) -> None:
     """Write model/config.json, which makes the model complete: it has the hash of every file."""
     files = {f.name: file_sha256(f) for f in sorted(run.model.glob("block-*.safetensors"))}
     reference = run.weights(REFERENCE)
@@ -219,11 +226,22 @@ def seal(run: RunFolder, config: Config, data: str, pool_weights: torch.Tensor |
         "fingerprint": config.fingerprint,
         "data": data,
         "pool_weights": None if pool_weights is None else [float(w) for w in pool_weights],
+        **({} if choice is None else {"composition": composition_record(choice)}),
         "files": files,
         "reference": file_sha256(reference) if reference.exists() else None,
     }
     write_tokenizer(run.model, config)
     write_json(run.model / "config.json", {**content, "sha256": _digest(content)})
+
+
+def composition_record(choice: CompositionChoice) -> dict[str, Any]:
+    """How a model is composed and why, for model/config.json and result.json."""
+    return {
+        "name": choice.name,
+        "reason": choice.reason,
+        "nats_per_token": {name: round(ce, 5) for name, ce in choice.scores.items()},
+        "tokens": choice.tokens,
+    }
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -245,15 +263,15 @@ def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> 
         f"| {name} | {value:.4f} | {value / math.log(2):.4f} |"
         for name, value in result["valid_ce"].items()
     )
-    corpus, sample = result["corpus"], result["sample"]
+    corpus, sample, composition = (result[key] for key in ("corpus", "sample", "composition"))
     text = "\n".join("    " + line for line in (sample["prompt"] + sample["text"]).splitlines())
     card = f"""# A BlockTrain model
 
 {config.blocks} blocks of {config.layers_per_block} layers, width {config.width}, context
-{config.context} tokens, tokenizer `{config.tokenizer}`, composed by `{config.compose}` (objective
-`{config.objective}`). Trained for {config.steps} steps a block on `{corpus["name"]}`
-({corpus["train_bytes"]:,} bytes), seed {config.seed}. Fingerprint of the settings:
-`{config.fingerprint}`.
+{config.context} tokens, tokenizer `{config.tokenizer}`, composed by `{composition["name"]}`
+(objective `{config.objective}`): {composition["reason"]}.
+Trained for {config.steps} steps a block on `{corpus["name"]}` ({corpus["train_bytes"]:,} bytes),
+seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
 
 Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))}:
 
@@ -280,7 +298,10 @@ def load_model(folder: Path, device: torch.device) -> Model:
     blocks = load_blocks(manifest, range(1, config.blocks + 1), device)
     weights = manifest.pool_weights
     return composition_of(config).assemble(
-        config, blocks, None if weights is None else torch.tensor(weights, device=device)
+        config,
+        blocks,
+        None if weights is None else torch.tensor(weights, device=device),
+        manifest.compose,
     )
 
 
@@ -295,6 +316,13 @@ class ModelManifest:
     pool_weights: list[float] | None
     reference: str | None
     """Hash of the end-to-end model, where it was trained too."""
+    composition: dict[str, Any]
+    """The composition that scored best, its name and the scores; empty: nothing was compared."""
+
+    @property
+    def compose(self) -> str:
+        """The composition that the model is used with: what its settings say, or the pool."""
+        return str(self.composition.get("name", self.config.compose))
 
     @property
     def model_hash(self) -> str:
@@ -349,11 +377,15 @@ def read_manifest(folder: Path) -> ModelManifest:
         raise RunError(
             f"{path} is damaged: reference must be the hash of the end-to-end model, or null"
         )
+    composition = content.get("composition", {})
+    names = (config.compose, *(["pool"] if config.traits.fusion else []))
+    if not isinstance(composition, dict) or (composition and composition.get("name") not in names):
+        raise RunError(f"{path} is damaged: composition must name {' or '.join(names)}")
     digest = content.pop("sha256", None)  # an early version wrote none
     if digest is not None and digest != _digest(content):
         raise RunError(f"{path} was changed; restore it, or train again")
     read_tokenizer(run.model, config)
-    return ModelManifest(run, config, data, content["files"], weights, reference)
+    return ModelManifest(run, config, data, content["files"], weights, reference, composition)
 
 
 def load_blocks(

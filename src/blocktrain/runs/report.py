@@ -70,6 +70,11 @@ class _Facts:
     curves: Mapping[int, Curve]
     ranges: Mapping[int, tuple[float, float]]
 
+    @property
+    def compose(self) -> str:
+        """The composition that the model is used with."""
+        return str(_object(self.result.get("composition")).get("name", self.config.compose))
+
     def by_block(self, key: str) -> dict[int, float]:
         """A table of the result, by block."""
         table = _object(self.result.get(key))
@@ -122,6 +127,7 @@ def write_report(folder: Path) -> Path:
         if Path(facts.data).is_absolute()
         else f" --data {shlex.quote(facts.data)}",  # an absolute path is of no use elsewhere
         "fingerprint": facts.config.fingerprint,
+        "composition": str(_object(facts.result.get("composition")).get("reason", "")),
     }
     page = Template(
         resources.files("blocktrain.runs").joinpath("report.html").read_text(encoding="utf-8")
@@ -242,7 +248,7 @@ def _compare(value: float, other: float, name: str) -> str:
     return f"<strong>{abs(difference):.3f} {word}</strong>{share} than {name}"
 
 
-def _label(name: str, config: Config) -> str:
+def _label(name: str, compose: str) -> str:
     """A predictor's name in words."""
     if match := NUMBERED.fullmatch(name):
         return f"block {match[2]} alone" if match[1] == "block" else f"path after block {match[2]}"
@@ -253,7 +259,7 @@ def _label(name: str, config: Config) -> str:
         "reference": "end-to-end reference",
     }
     return (
-        f"composed ({names.get(config.compose, config.compose)})"
+        f"composed ({names.get(compose, compose)})"
         if name == "composed"
         else names.get(name, name.replace("_", " "))
     )
@@ -302,7 +308,7 @@ def _predictor_order(facts: _Facts) -> list[str]:
         match = NUMBERED.fullmatch(name)
         return (int(match[1] == "euler"), int(match[2])) if match else (ranks.get(name, 4), 0)
 
-    return sorted((name for name in facts.ce if name != facts.config.compose), key=rank)
+    return sorted((name for name in facts.ce if name != facts.compose), key=rank)
 
 
 def _valid_part(facts: _Facts) -> str:
@@ -325,7 +331,7 @@ def _ce_table(facts: _Facts) -> str:
         )
         rows.append(
             (
-                _label(name, facts.config),
+                _label(name, facts.compose),
                 *(cells if math.isfinite(nats) else ("not finite", "", "")),
             )
         )
@@ -496,7 +502,7 @@ def _ce_chart(facts: _Facts) -> str:
             va="center",
         )
     axes.axvline(facts.ce["composed"], color=ACCENT, linewidth=0.8, zorder=0)
-    axes.set_yticks(range(len(names)), [_label(name, facts.config) for name in names])
+    axes.set_yticks(range(len(names)), [_label(name, facts.compose) for name in names])
     axes.margins(x=0.2)
     axes.locator_params(axis="x", nbins=5)
     return _chart(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from blocktrain.config import Config
-from blocktrain.learning.compose import Model
+from blocktrain.learning.compose import Model, composition_of
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.noise import noise_levels
-from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.pool import CompositionChoice, choose_composition, fit_pool_weights
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, pick_device
@@ -21,7 +21,6 @@ from blocktrain.runs.folder import (
     RunFolder,
     block_name,
     load_block,
-    load_independent,
     load_model,
     load_reference,
     read_manifest,
@@ -51,15 +50,19 @@ def complete(plan: TrainingPlan, progress: Progress) -> dict[str, Any]:
 def fit_and_seal(
     run: RunFolder, config: Config, data: str, calibration: Ids, device: torch.device | None = None
 ) -> None:
-    """Fit the pool, if blocks predict without noise, and write the manifest of the model."""
-    weights = None
+    """Fit the pool, if blocks predict without noise, choose the composition, and write both down.
+
+    The manifest of the model is written last.
+    """
+    weights, choice = None, CompositionChoice(config.compose, {}, 0)
     if config.predicts_without_noise:
-        blocks = [
-            load_independent(run, config, n, device or torch.device("cpu"))
-            for n in range(1, config.independent + 1)
-        ]
-        weights = fit_pool_weights(Model(config, blocks), calibration)
-    seal(run, config, data, weights)
+        numbers = range(1, config.blocks + 1)
+        where = device or torch.device("cpu")
+        blocks = {number: load_block(run, config, number, where) for number in numbers}
+        model = composition_of(config).assemble(config, blocks)
+        weights = fit_pool_weights(model, calibration)
+        choice = choose_composition(model, calibration)
+    seal(run, config, data, weights, choice)
 
 
 def evaluate_run(
@@ -122,6 +125,7 @@ def _measure(
             for n in range(config.blocks + 1)
             if plan.run.weights(n).exists()
         },
+        "composition": read_manifest(plan.run.folder).composition,
         "pool_weights": None
         if model.pool_weights is None
         else [round(float(w), 4) for w in model.pool_weights],

@@ -22,6 +22,7 @@ class RunModel:
     def __init__(self, folder: Path, *, reference: bool = False) -> None:
         self._manifest = read_manifest(folder)
         self.config, self.reference = self._manifest.config, reference
+        self.compose = "reference" if reference else self._manifest.compose
         self.fan = self.config.traits.topology == "fan" and not reference
         path = self._manifest.run.weights(REFERENCE)
         if reference and not path.is_file():
@@ -41,7 +42,7 @@ class RunModel:
     def load_readout(self) -> FanReadout:
         weights = self._manifest.pool_weights
         pool = None if weights is None else torch.tensor(weights)
-        return composition_of(self.config).readout(self.config, self._load, pool)
+        return composition_of(self.config, self.compose).readout(self.config, self._load, pool)
 
     def load_reference(self) -> IndependentBlock:
         block = load_independent(self._manifest.run, self.config, REFERENCE, CPU)

@@ -90,6 +90,7 @@ class ModelSource(Protocol):
     config: Config
     fan: bool  # whether blocks read only ids, so that all can be asked at once
     reference: bool  # the end-to-end model is served instead of the blocks
+    compose: str  # how the blocks become one model, or "reference"
     model: str  # hash of the weights
 
     def load_blocks(self, numbers: Iterable[int]) -> dict[int, IndependentBlock]:

@@ -21,15 +21,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import Model, Predictors, build_block, composition_of
 from blocktrain.learning.data import Corpus, open_corpus
-from blocktrain.learning.evaluate import cross_entropies
+from blocktrain.learning.evaluate import cross_entropies, cross_entropies_of_rows, spread_rows
 from blocktrain.learning.model import Block
 from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.threads import use_threads
@@ -41,7 +37,6 @@ from blocktrain.store.open import read_blobs
 
 NICE = 10
 FIT_BYTES = 1 << 13  # of the calibration part that the pool is fitted on
-ROWS = 16
 Names = dict[str, str]  # by block: the sha256 of its weights
 
 
@@ -131,24 +126,13 @@ def _corpus(blobs: BlobReader, train: str, valid: str) -> Corpus:
         return open_corpus(folder, None, Path(folder))
 
 
-@torch.no_grad()
 def sample_cross_entropies(
     predict: Predictors, split: Ids, context: int, limit: int
 ) -> dict[str, float]:
-    """`cross_entropies` on rows spread over a split, because neighbouring rows are alike."""
-    count = (len(split) - 1) // context
+    """`cross_entropies` on rows spread over a split."""
     if len(split) <= max(limit, context + 1):
-        return cross_entropies(predict, split, context, rows=ROWS)
-    picked = np.unique(np.linspace(0, count - 1, max(1, limit // context)).astype(int))
-    totals: dict[str, float] = {}
-    for some in np.array_split(picked, -(-len(picked) // ROWS)):
-        tokens = torch.from_numpy(
-            np.stack([split[i * context : (i + 1) * context + 1] for i in some]).astype(np.int64)
-        )
-        for name, logits in predict(tokens[:, :-1], int(some[0])).items():
-            ce = F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="sum")
-            totals[name] = totals.get(name, 0.0) + ce.item()
-    return {name: total / (len(picked) * context) for name, total in totals.items()}
+        return cross_entropies(predict, split, context)
+    return cross_entropies_of_rows(predict, split, context, spread_rows(split, context, limit))
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Entry:
     ) -> None:
         self.source, self.wire = source, wire
         self.config, self.reference, self.fan = source.config, source.reference, source.fan
+        self.compose = source.compose
         self.tokenizer = tokenizer_of(self.config)
         access = StageAccess(
             self.config.fingerprint,
@@ -171,7 +172,7 @@ class Entry:
             "independent": config.blocks if self.reference else config.independent,
             "width": config.width,
             "context": config.context,
-            "compose": "reference" if self.reference else config.compose,
+            "compose": self.compose,
             "fingerprint": config.fingerprint,
             "local_blocks": self.local_blocks(),
         }
