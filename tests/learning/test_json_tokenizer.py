@@ -26,6 +26,7 @@ from blocktrain.learning.tokenizer import (
     tokenizer_of,
 )
 from blocktrain.learning.vocabulary import resolve, resolve_tokenizer
+from support.fake_hub import serve_hub
 from support.tokenizer_files import (
     TEXT,
     byte_level,
@@ -243,3 +244,55 @@ def test_a_file_of_random_merges_encodes_always_the_same() -> None:
     tokenizer = JsonTokenizer(json.dumps(rules).encode())
     first = tokenizer.encode(TEXT.encode()).tolist()
     assert all(tokenizer.encode(TEXT.encode()).tolist() == first for _ in range(3))
+
+
+HUB = """
+import json, sys, time
+from pathlib import Path
+from blocktrain.config import make_config
+from blocktrain.errors import ConfigError
+from blocktrain.learning.vocabulary import resolve
+
+time.sleep = lambda _: None  # the hub's client waits between its attempts
+for name in sys.argv[1:]:
+    try:
+        config = resolve(make_config({"tokenizer": name}), list, Path("."))
+        print(json.dumps([config.tokenizer, config.tokenizer_hash]))
+    except ConfigError as error:
+        print(json.dumps([str(error)]))
+"""
+
+
+def from_hub(endpoint: str, home: Path, *names: str) -> list[list[str]]:
+    """What the names mean in a process that knows this hub; it reads the address once."""
+    env = {"PYTHONPATH": ":".join(sys.path), "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    job = subprocess.run(
+        [sys.executable, "-c", HUB, *names],
+        env=env,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in job.stdout.splitlines()]
+
+
+def test_a_tokenizer_comes_from_the_hub(tmp_path: Path) -> None:
+    files = {
+        "org/model/tokenizer.json": byte_level(),
+        "org/weights/model.safetensors": b"x",
+        "org/words/tokenizer.json": wordpiece(),
+    }
+    names = ("org/model", "org/model@v1", "org/weights", "org/none", "org/gated", "org/words")
+    with serve_hub(files) as endpoint:
+        model, revision, *refused = from_hub(endpoint, tmp_path, *names)
+    digest = hashlib.sha256(byte_level()).hexdigest()
+    assert (model, revision) == (["org/model", digest], ["org/model@v1", digest])
+    weights, unknown, gated, words = (sentence for (sentence,) in refused)
+    assert weights == "the model org/weights on the hub has no tokenizer.json"
+    assert "cannot get the tokenizer 'org/none': the hub does not know it" in unknown
+    assert "its owner must let you in first" in gated
+    assert words.startswith("org/words does not give every text back")
+    kept, missing = from_hub(endpoint, tmp_path, "org/model", "org/other")
+    assert kept == ["org/model", digest], "what was downloaded once needs no hub"
+    assert "'org/other': the Hugging Face hub does not answer" in missing[0]
