@@ -17,9 +17,10 @@ import pytest
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import ConfigError
+from blocktrain.units import parse_bytes
 from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.worker import command as worker_command
-from blocktrain.worker.command import LogOutput, WorkerOptions, parse_bytes, run_worker
+from blocktrain.worker.command import LogOutput, WorkerOptions, run_worker
 from support.command import start
 from support.waiting import PATIENCE, until
 from support.worker_run import WorkerRun, worker_runs

@@ -26,13 +26,14 @@ import pytest
 import trustme
 
 from blocktrain.config import make_config
+from blocktrain.footprint import worker_memory
 from blocktrain.terminal import amount
 from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
 from blocktrain.worker.doctor.doctor import DoctorOptions, examine
-from blocktrain.worker.task import corpus_folder, footprint
+from blocktrain.worker.task import corpus_folder
 from support.command import environment
 from support.fake_worker import TOKEN, begin, beginning, prepared
 from support.waiting import PATIENCE
@@ -554,7 +555,7 @@ def test_too_little_memory_for_a_block(here: str, tmp_path: Path) -> None:
 
 def test_memory_of_the_largest_block() -> None:
     config = make_config({"blocks": 4})
-    needed = {"block 1": footprint(config, 1), "the fusion block": footprint(config, 4)}
+    needed = {"block 1": worker_memory(config, 1), "the fusion block": worker_memory(config, 4)}
     between = (needed["block 1"] + needed["the fusion block"]) // 2
     assert (
         "training the fusion block"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from rich.live import Live
 from rich.text import Text
 
 from blocktrain.clock import Clock, SystemClock
-from blocktrain.errors import ConfigError
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import amount, console
+from blocktrain.units import parse_bytes
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
 from blocktrain.worker.session import EventHandler
@@ -38,17 +37,6 @@ REPORT_SECONDS = 0.5
 STOP_SECONDS = 5.0  # until a stop that the work does not notice ends the process
 WAITING_SECONDS = 60.0  # between two log lines about the same wait
 LARGE_DOWNLOAD = 10**7  # bytes that deserve a line of their own
-_UNITS = {
-    "": 1,
-    "K": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "KI": 2**10,
-    "MI": 2**20,
-    "GI": 2**30,
-    "TI": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -83,24 +71,6 @@ def run_worker(options: WorkerOptions) -> int:
     finally:
         client.close()
     return 0
-
-
-def parse_bytes(text: str) -> int:
-    """8GB, 512 MiB or 1.5e9 as a number of bytes."""
-    match = re.fullmatch(
-        r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e")
-    )
-    try:
-        if match is None:
-            raise ValueError
-        count = int(float(match[1]) * _UNITS[match[2]])
-        if not 0 < count < 2**53:
-            raise ValueError
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"{text!r} is not an amount of memory; write it like 8GB or 512MiB"
-        ) from None
-    return count
 
 
 def _machine_memory(device: str) -> int:

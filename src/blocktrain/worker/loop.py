@@ -13,6 +13,7 @@ from pathlib import Path
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Interrupted, RunError
+from blocktrain.footprint import worker_memory
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import messages as m
@@ -29,7 +30,7 @@ from blocktrain.worker.session import (
     pause,
 )
 from blocktrain.worker.state import BlockFolder, PendingUpdate, TrainingState, WorkerCache
-from blocktrain.worker.task import BlockTraining, Downloads, footprint, open_training
+from blocktrain.worker.task import BlockTraining, Downloads, open_training
 
 # How long to wait for an update's answer before asking for the next task: a share of the task's
 # training time, and at least so many seconds.
@@ -169,7 +170,7 @@ class Worker:
         return reply
 
     def _require_memory(self, index: int) -> None:
-        needed = footprint(self.config, index)
+        needed = worker_memory(self.config, index)
         if 0 < self._machine.memory < needed:
             raise RunError(
                 f"training block {index} takes about {needed / 1e9:.2g} GB and --memory allows "

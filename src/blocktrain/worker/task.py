@@ -22,27 +22,6 @@ from blocktrain.web.client import fetch
 from blocktrain.worker.session import WorkerSession
 from blocktrain.worker.state import CheckpointInfo, Provenance, TaskCheckpoint, TrainingState
 
-BYTES_PER_PARAMETER = 16  # weight, gradient, and the two moments of AdamW
-# Floats per position, layer and unit of width that autograd keeps (measured by `bench memory`).
-SAVED_PER_LAYER = 24
-
-
-def footprint(config: Config, index: int) -> int:
-    """About how many bytes training a block takes.
-
-    Weights, gradients, moments and activations; for a fusion block also the blocks that it reads.
-    """
-    width, vocabulary = config.width, config.vocabulary
-    block = config.layers_per_block * 12 * width**2 + (config.lookback + 1) * vocabulary * width
-    reads = config.reads(index)
-    if config.checkpoint_activations:  # the inputs of all layers, and one layer computed again
-        layers = (config.layers_per_block + SAVED_PER_LAYER) * width
-    else:
-        layers = config.layers_per_block * SAVED_PER_LAYER * width
-    saved = layers + 3 * vocabulary + 4 * reads * width
-    own = (block + 3 * reads * width**2) * BYTES_PER_PARAMETER
-    return own + 4 * config.rows * config.context * saved + 4 * reads * block
-
 
 def corpus_folder(cache: Path, corpus: m.CorpusBlobs) -> Path:
     """Where the two files of a corpus are. Runs with the same corpus share it."""

@@ -21,11 +21,13 @@ from rich.text import Text
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, ConfigError
+from blocktrain.footprint import worker_memory
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.messages import MAX_REPLY, PROTOCOL, Manifest, read
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.status import Status
 from blocktrain.terminal import amount, console
+from blocktrain.units import parse_bytes
 from blocktrain.worker.doctor import diagnosis, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
 
@@ -175,14 +177,13 @@ class _Checklist:
     def memory(self) -> CheckResult:
         """Enough for any block of the run, if it is known."""
         self._require("torch")
-        from blocktrain.worker.command import parse_bytes
-        from blocktrain.worker.task import footprint
 
         needed = {}
         if self.config is not None:
-            needed["block 1"] = footprint(self.config, 1)
-            if self.config.fusion is not None:
-                needed["the fusion block"] = footprint(self.config, self.config.fusion)
+            config = self.config.replace(device=self.train_device)
+            needed["block 1"] = worker_memory(config, 1)
+            if config.fusion is not None:
+                needed["the fusion block"] = worker_memory(config, config.fusion)
         has, free = probes.memory_of(self.train_device)
         option = self.options.memory
         return diagnosis.judge_memory(

@@ -1,0 +1,145 @@
+"""Memory that training a block takes, by kind, without torch.
+
+The formulas follow what `learning.model` computes; tests hold them against the peak that torch
+itself reports. docs/sizes.md explains them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from blocktrain.config import Config
+from blocktrain.shapes import Shapes, block_parameters, block_shapes
+
+FLOAT = 4  # bytes
+PROCESS = 280 * 10**6  # bytes of Python and torch, before the first tensor
+INSIDE = ("layers.", "mix.", "correct.", "hand_on.")  # whose matrices Muon moves
+BACKWARD = 13  # floats per position and unit of width that the backward pass of a layer adds
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one worker."""
+
+    weights: int
+    """Of the block, with its constants."""
+    optimizer: int
+    """Moments."""
+    frozen: int
+    """The blocks that a fusion block reads, and its copies of their heads."""
+    working: int
+    """Activations and gradients at the moment when they are most."""
+    transfer: int
+    """What the update is made of: the weights that the task began from, and the residual."""
+
+    @property
+    def training(self) -> int:
+        """On the device that trains."""
+        return self.weights + self.optimizer + self.frozen + self.working
+
+
+def worker_memory(config: Config, index: int) -> int:
+    """Bytes that a worker needs on its device to train block `index` (from 1)."""
+    footprint = training_footprint(config, index)
+    host = footprint.transfer if config.device == "cpu" else 0
+    return footprint.training + host + PROCESS
+
+
+def training_footprint(config: Config, index: int) -> Footprint:
+    """What training block `index` (from 1) takes."""
+    shapes = block_shapes(config, index)
+    parameters = _count(shapes)
+    # Angles of the rotary embedding, and the target table.
+    constants = config.context * config.width // config.heads + config.vocabulary * config.z_width
+    heads = config.width * config.vocabulary
+    return Footprint(
+        weights=FLOAT * (parameters + constants),
+        optimizer=FLOAT * (2 * parameters - _count(_moved_by_muon(config, index))),
+        frozen=FLOAT * config.reads(index) * (block_parameters(config, 1) + heads),
+        working=int(FLOAT * _working(config, index)),
+        transfer=FLOAT * 2 * parameters,
+    )
+
+
+def _working(config: Config, index: int) -> float:
+    """Floats of activations and gradients at the worst of five moments."""
+    W, L, V = config.width, config.layers_per_block, config.vocabulary
+    shapes = block_shapes(config, index)
+    gradients = _count(shapes)
+    positions = config.rows * config.context
+    before = gradients if config.rows < config.batch else 0  # of the micro-batches before
+    kept, layer = (W if config.checkpoint_activations else _layer(config)), _layer(config)
+    again = layer if config.checkpoint_activations else 0
+    inputs, mixed = _inputs(config, index)
+    head = _head(config, index)
+    backward = BACKWARD * W * _half(config)
+    cast = _cast_weights(config, index)
+    return max(
+        # The forward pass has ended: all is kept, and the logits are there twice.
+        before + cast + positions * (inputs + L * kept + head + 2 * V),
+        # The backward pass is in the last layer,
+        max(before, W * V) + cast + positions * (mixed + L * kept + again + backward),
+        # or in the first.
+        gradients + positions * (mixed + layer + backward),
+        # The optimizer moves the weights.
+        gradients + _muon_matrices(config, index),
+    )
+
+
+def _inputs(config: Config, index: int) -> tuple[float, float]:
+    """Floats per position of what a block reads: at the logits, and in its layers."""
+    W, N = config.width, config.reads(index)
+    if not N:
+        floats = 4 + (3 * config.z_width if config.objective == "denoise" else 0)
+        return floats, floats
+    mixed = 4 + N * W * _half(config)
+    return mixed + N * W * (2 + _half(config)), mixed  # corrections, normed and raw features
+
+
+def _head(config: Config, index: int) -> float:
+    """Floats per position between the last layer and the logits: the norm, and a product."""
+    return config.width * ((0 if config.reads(index) else 2) + _half(config))
+
+
+def _layer(config: Config) -> float:
+    """Floats per position that autograd keeps of one layer: see `learning.model.Layer`."""
+    W, H = config.width, config.heads
+    # Inputs of four products, queries, keys, their common storage with the values, what attention
+    # gives and its copy in the order of positions, hidden units before and after the square.
+    products = (1 + 1 + 1 + 3 + 1 + (H > 1) + 1 + 4 + 4) * W
+    # Two norms keep their input and its normed rows; attention keeps a number per head.
+    return 2 * (2 * W + 1) + H + products * _half(config)
+
+
+def _half(config: Config) -> float:
+    """Under autocast, products take half a float."""
+    return 0.5 if config.dtype == "bfloat16" else 1.0
+
+
+def _cast_weights(config: Config, index: int) -> float:
+    """Floats of the weights as autocast keeps them for the backward pass."""
+    if config.dtype == "float32":
+        return 0
+    matrices = {n: s for n, s in block_shapes(config, index).items() if n.endswith(".weight")}
+    return (_count(matrices) + config.reads(index) * config.width * config.vocabulary) / 2
+
+
+def _muon_matrices(config: Config, index: int) -> int:
+    """Floats of the products with which Muon makes a matrix orthogonal."""
+    square = config.width**2
+    moved = _moved_by_muon(config, index)
+    return max(21 * square, (config.reads(index) + 8) * square) if moved else 0
+
+
+def _moved_by_muon(config: Config, index: int) -> Shapes:
+    kind = config.fusion_optimizer if config.reads(index) else config.optimizer
+    return {
+        name: shape
+        for name, shape in block_shapes(config, index).items()
+        if kind == "muon" and name.startswith(INSIDE) and len(shape) == 2
+    }
+
+
+def _count(shapes: Shapes) -> int:
+    return sum(map(prod, shapes.values()))
