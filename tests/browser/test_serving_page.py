@@ -82,7 +82,7 @@ def write(visit: Visit, prompt: str, length: int = 30, **fields: str) -> str:
     for name, value in {"length": str(length), **fields}.items():
         page.fill(f"#{name}", value)
     page.locator("#text").press("Control+Enter")
-    visit.waits_for("#ending", "bytes in")
+    visit.waits_for("#ending", "tokens in")
     return str(page.input_value("#text"))[len(prompt) :]
 
 
@@ -100,7 +100,7 @@ def test_it_writes(
         text = write(visit, "the ", 40, seed="6")
         assert text == expected(model, b"the ", 40, 6)
         assert "".join(visit.page.locator("#ink .by-model").all_inner_texts()) == text
-        assert visit.text("#ending").startswith("40 bytes in")
+        assert visit.text("#ending").startswith("40 tokens in")
         sweeps = visit.page.locator("#strip i").count()
         assert f"{sweeps} sweep" in visit.text("#ending") and visit.page.locator(
             "#figures dd"

@@ -16,7 +16,7 @@ from blocktrain.serving.entry.drafting import (
     Pace,
     SweepMeter,
     exact_seconds,
-    expected_bytes,
+    expected_tokens,
     fan_sweep,
     ring_sweep,
     sweep_seconds,
@@ -85,8 +85,8 @@ def test_predicted_sweeps() -> None:
     assert ring_sweep(1, line, 3, 512, LinearCost(0.002)) == pytest.approx(
         2 * (0.04 + 0.001 + 0.00004096) + 3 * 0.002 + 0.041
     )
-    assert expected_bytes(0.5, 3) == 1.875
-    assert expected_bytes(1.0, 3) == 4
+    assert expected_tokens(0.5, 3) == 1.875
+    assert expected_tokens(1.0, 3) == 4
     assert exact_seconds(0.0, 0, 1.0, 0.08) == 0.08
     assert sweep_seconds(0.0, 96, 2, 0.001, lambda _: 0.1) == pytest.approx(
         (0.2 + 0.001 * (96 + 95 + 94)) / 96

@@ -93,8 +93,8 @@ class AnswerFlags:
     mode: Annotated[
         Literal["exact", "sweep", "autoregressive"] | None,
         Parameter(
-            help="exact: drafted here, checked by all blocks; the same bytes as autoregressive, "
-            "which asks all hosts for each byte. sweep: the whole text at once. By default exact, "
+            help="exact: drafted here, checked by all blocks; the same text as autoregressive, "
+            "which asks all hosts for each token. sweep: the whole text at once. By default exact, "
             "or autoregressive for models that cannot be checked in one sweep."
         ),
     ] = None

@@ -23,11 +23,11 @@ PER_SWEEP = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _COUNTERS = (
     ("text_bytes", "Bytes of text that were written."),
     ("sweeps", "Traversals of all blocks."),
-    ("drafted", "Bytes that were drafted."),
-    ("accepted", "Of the drafted bytes, those that the whole model agreed with."),
+    ("drafted", "Tokens that were drafted."),
+    ("accepted", "Of the drafted tokens, those that the whole model agreed with."),
     ("wire_bytes", "Bytes to and from the stages, for answers."),
     ("failovers", "Times that an answer went on with another holder of a block."),
-    ("near_ties", "Bytes whose two best candidates were as good as equal."),
+    ("near_ties", "Tokens whose two best candidates were as good as equal."),
     ("degraded_answers", "Answers for which a block was missing."),
 )
 
@@ -52,7 +52,7 @@ class ServingMetrics:
             "first_byte_seconds", "From the request to the first byte of text.", SECONDS, "mode"
         )
         self._per_sweep = self._histogram(
-            "accepted_per_sweep", "Drafted bytes that one sweep accepted.", PER_SWEEP
+            "accepted_per_sweep", "Drafted tokens that one sweep accepted.", PER_SWEEP
         )
         self._counters = {name: self._counter(name, text) for name, text in _COUNTERS}
         self._registry.register(_ServingState(status, queue))

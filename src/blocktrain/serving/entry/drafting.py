@@ -22,11 +22,11 @@ from blocktrain.serving.blocks import FanBlocks, local_features
 EPSILON = 1e-6  # of the norms
 MAX_DRAFT = 32
 DECAY = 0.9  # what a measurement counts for after the next one
-PRIOR_ACCEPTANCE, PRIOR_BYTES = (
+PRIOR_ACCEPTANCE, PRIOR_TOKENS = (
     0.85,
     20.0,
-)  # the acceptance to start from, and how many drafted bytes it counts for
-MEMORY_BYTES = 400.0  # drafted bytes over which acceptance is averaged
+)  # the acceptance to start from, and how many drafted tokens it counts for
+MEMORY_TOKENS = 400.0  # drafted tokens over which acceptance is averaged
 EQUAL = 1.02  # lengths within this factor of the best count as equal
 WORTH_EXTENDING = 0.05  # draft on behind a draft that is right to its end with this probability
 PRIOR_SLOPE, SLOPE_WEIGHT = 5e-5, 50.0  # seconds per position of a sweep, and how firmly
@@ -79,14 +79,14 @@ class DraftBlock:
         )
         return self.block(features[:, -1:])[0, 0]
 
-    def _step(self, byte: int) -> Tensor:
+    def _step(self, token: int) -> Tensor:
         cache = self.cache
         position = cache.length
         if position >= self.block.context:
             raise ValueError(
                 f"position {position} does not fit the context of {self.block.context}"
             )
-        cache.ids[0, position] = byte
+        cache.ids[0, position] = token
         x = self._embed(position)
         cosine, sine = self._cosine[position], self._sine[position]
         slots = cache.data.shape[-2]
@@ -98,11 +98,11 @@ class DraftBlock:
         return (F.rms_norm(x, (width,), self.block.norm.scale, EPSILON) @ self.block.head.weight)[0]
 
     def _embed(self, position: int) -> Tensor:
-        """(4, W), the byte and those before it in row 0."""
+        """(4, W), the token and those before it in row 0."""
         before = min(position, len(self._offsets) - 1)
         last = self.cache.ids[0, position - before : position + 1].tolist()
         rows = self._tables[
-            [offset + byte for offset, byte in zip(self._offsets, reversed(last), strict=False)]
+            [offset + token for offset, token in zip(self._offsets, reversed(last), strict=False)]
         ]
         x = torch.zeros(MIN_ROWS, rows.shape[-1])
         for row in rows:
@@ -187,7 +187,7 @@ def ring_sweep(
     return (hosts - 1) * hop + hosts * stage(positions) + line.rtt / 2 + line.overhead
 
 
-def expected_bytes(acceptance: float, drafted: int) -> float:
+def expected_tokens(acceptance: float, drafted: int) -> float:
     """Tokens that a sweep commits, if each drafted one is accepted with this probability."""
     return (
         drafted + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
@@ -195,14 +195,14 @@ def expected_bytes(acceptance: float, drafted: int) -> float:
 
 
 def exact_seconds(acceptance: float, drafted: int, draft: float, sweep: float) -> float:
-    """Seconds per byte of mode exact; `draft` is for one byte, `sweep` for drafted + 1 positions.
+    """Seconds per token of mode exact; `draft` is for one token, `sweep` for drafted + 1 positions.
 
     While a sweep is under way the next draft is made. If the draft was right to its end, the next
     one costs only the time that did not fit in there.
     """
     right = acceptance**drafted if drafted else 0.0
     seconds = (1 - right) * drafted * draft + right * max((drafted + 1) * draft - sweep, 0.0)
-    return (seconds + sweep) / expected_bytes(acceptance, drafted)
+    return (seconds + sweep) / expected_tokens(acceptance, drafted)
 
 
 def sweep_seconds(
@@ -212,7 +212,7 @@ def sweep_seconds(
     seconds, rest = 0.0, float(length)
     for _ in range(sweeps):
         seconds += rest * draft + sweep(round(rest))
-        rest = max(0.0, rest - expected_bytes(acceptance, round(rest) - 1))
+        rest = max(0.0, rest - expected_tokens(acceptance, round(rest) - 1))
         if rest < 1:
             break
     return (seconds + rest * draft) / length
@@ -252,16 +252,16 @@ class Pace:
 
     def __init__(self) -> None:
         self.sweep = SweepMeter()
-        self.draft = 1e-3  # seconds a byte
-        self._trials, self._right = PRIOR_BYTES, PRIOR_ACCEPTANCE * PRIOR_BYTES
+        self.draft = 1e-3  # seconds a token
+        self._trials, self._right = PRIOR_TOKENS, PRIOR_ACCEPTANCE * PRIOR_TOKENS
 
     @property
     def acceptance(self) -> float:
-        """Probability that the next drafted byte is right, as far as is known."""
+        """Probability that the next drafted token is right, as far as is known."""
         return self._right / self._trials
 
     def record_draft(self, count: int, seconds: float) -> None:
-        """Record that `count` bytes were drafted in `seconds`."""
+        """Record that `count` tokens were drafted in `seconds`."""
         if count:
             share = 1 - DECAY**count
             self.draft += share * (
@@ -269,20 +269,20 @@ class Pace:
             )  # one outlier must not dominate
 
     def record_verification(self, accepted: int, drafted: int) -> None:
-        """Record that `accepted` bytes were right; those after the first wrong one do not count."""
+        """Record that `accepted` tokens were right; those after a wrong one do not count."""
         trials = min(accepted + 1, drafted)
-        decay = max(1 - trials / MEMORY_BYTES, 0.0)
+        decay = max(1 - trials / MEMORY_TOKENS, 0.0)
         self._trials, self._right = decay * self._trials + trials, decay * self._right + accepted
 
     def record_skip(self) -> None:
         """A sweep without a draft: acceptance drifts to its prior, so drafting is tried again."""
         self._trials, self._right = (
-            0.98 * self._trials + 0.02 * PRIOR_BYTES,
-            0.98 * self._right + 0.02 * PRIOR_BYTES * PRIOR_ACCEPTANCE,
+            0.98 * self._trials + 0.02 * PRIOR_TOKENS,
+            0.98 * self._right + 0.02 * PRIOR_TOKENS * PRIOR_ACCEPTANCE,
         )
 
     def best_draft(self, most: int) -> int:
-        """How many bytes to draft for the lowest time per byte; 0: no draft.
+        """How many tokens to draft for the lowest time per token; 0: no draft.
 
         Among lengths that are nearly equal it picks the longest: it needs the fewest sweeps.
         """

@@ -233,6 +233,7 @@ class Entry:
         if isinstance(prompt, bytes):
             prompt = tuple(self.tokenizer.encode(prompt).tolist())
         text = Text(prompt, request.max_tokens, self.config.context)
+        cut = len(self.tokenizer.decode(prompt[: text.cut]))
         sampler = Sampler(request.seed, request.temperature, request.top_p)
         deadline = asyncio.get_running_loop().time() + request.deadline
         session: FanSession | RingSession
@@ -256,6 +257,6 @@ class Entry:
             session,
             drafter,
             self.shared,
-            Stats(request.mode, prompt_tokens=len(prompt), prompt_bytes_cut=text.cut),
+            Stats(request.mode, prompt_tokens=len(prompt), prompt_bytes_cut=cut),
             deadline,
         )

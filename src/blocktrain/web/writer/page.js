@@ -121,9 +121,9 @@ function render() {
 }
 
 const MODES = {
-  exact: "One block drafts here, all blocks check the draft in one sweep. The text is the same, byte for byte, as one by one.",
-  sweep: "A draft of the whole text; each sweep keeps what is right, corrects the first byte that is not, and drafts the rest again. Fast; more sweeps come closer to the exact text.",
-  autoregressive: "One traversal of all hosts for every byte: the usual way, as a baseline for the other two.",
+  exact: "One block drafts here, all blocks check the draft in one sweep. The text is the same, token for token, as one by one.",
+  sweep: "A draft of the whole text; each sweep keeps what is right, corrects the first token that is not, and drafts the rest again. Fast; more sweeps come closer to the exact text.",
+  autoregressive: "One traversal of all hosts for every token: the usual way, as a baseline for the other two.",
 };
 
 function mode() {
@@ -235,7 +235,7 @@ function finish(answer, before, wrong) {
     last = { before };
     answers.add(answer);
   }
-  const summary = `${many(answer.size, "byte")} in ${many(answer.sweeps, "sweep")}, ${digits(answer.seconds)} s`;
+  const summary = `${many(answer.size, "token")} in ${many(answer.sweeps, "sweep")}, ${digits(answer.seconds)} s`;
   const cut = answer.cut ? ` The first ${many(answer.cut, "byte")} of your text were beyond its context.` : "";
   tell(wrong ? "" : stopped ? `Stopped after ${summary}.` : `${summary}.${cut}`, wrong);
   setText(byId("announce"), wrong || (stopped ? "Stopped" : `Done: ${summary}`));

@@ -6,13 +6,13 @@ import { NONE, bytes, count, digits, duration, joinNames, many, milliseconds, pe
 
 const COLOURS = 6;
 const BARS = 160; // sweeps that the strip has room for
-const LEAST_SCALE = 8; // bytes per sweep that fill the strip, unless there are more
+const LEAST_SCALE = 8; // tokens per sweep that fill the strip, unless there are more
 const byId = (id) => document.getElementById(id);
 
 export function modelWords(status) {
   const { model } = status;
   const parts = [many(model.blocks, "block"), model.compose && `composed by ${model.compose}`, model.width && `width ${model.width}`];
-  return [...parts, model.context && `context ${many(model.context, "byte")}`].filter(Boolean).join(" · ");
+  return [...parts, model.context && `context ${many(model.context, "token")}`].filter(Boolean).join(" · ");
 }
 
 export function serverWords(status) {
@@ -24,7 +24,7 @@ export function serverWords(status) {
 export class Figures {
   constructor() {
     this.cells = {};
-    const labels = { speed: "text per second", sweeps: "sweeps", each: "bytes per sweep", accepted: "drafts accepted", wire: "on the wire", first: "first byte" };
+    const labels = { speed: "tokens per second", sweeps: "sweeps", each: "tokens per sweep", accepted: "drafts accepted", wire: "on the wire", first: "first text" };
     for (const [name, label] of Object.entries(labels)) {
       const [value, note] = [make("dd", "", NONE), make("dd")];
       this.cells[name] = { value, note };
@@ -40,16 +40,16 @@ export class Figures {
   update(answer) {
     if (!answer) return;
     const { facts, size, sweeps } = answer;
-    this.put("speed", size ? `${digits(size / answer.seconds)} B/s` : NONE, `${many(size, "byte")} in ${digits(answer.seconds)} s`);
+    this.put("speed", size ? digits(size / answer.seconds) : NONE, `${many(size, "token")} in ${digits(answer.seconds)} s`);
     this.put("sweeps", count(sweeps), facts.failovers ? many(facts.failovers, "failover") + (answer.degraded ? "" : ", same text") : "over all blocks");
     this.put("each", sweeps ? digits(size / sweeps) : NONE, facts.near_ties ? many(facts.near_ties, "near tie") : "");
-    this.put("accepted", facts.drafted ? percent(facts.accepted / facts.drafted) : NONE, facts.drafted ? `${count(facts.accepted)} of ${count(facts.drafted)} bytes` : "nothing was drafted");
-    this.put("wire", bytes(facts.wire_bytes ?? 0), size && facts.wire_bytes ? `${bytes(facts.wire_bytes / size)} per byte` : "all in one process");
+    this.put("accepted", facts.drafted ? percent(facts.accepted / facts.drafted) : NONE, facts.drafted ? `${count(facts.accepted)} of ${count(facts.drafted)} tokens` : "nothing was drafted");
+    this.put("wire", bytes(facts.wire_bytes ?? 0), size && facts.wire_bytes ? `${bytes(facts.wire_bytes / size)} per token` : "all in one process");
     this.put("first", answer.first === null ? NONE : milliseconds(answer.first), "from the request on");
   }
 }
 
-// A bar for each sweep, as high as the bytes that it added.
+// A bar for each sweep, as high as the tokens that it added.
 export class Strip {
   constructor() {
     [this.strip, this.text, this.count] = [byId("strip"), byId("strip-text"), 0];
@@ -64,7 +64,7 @@ export class Strip {
     while (this.strip.children.length > BARS) this.strip.firstChild.remove();
     const visible = gains.slice(-this.strip.children.length || gains.length);
     [...this.strip.children].forEach((bar, n) => (bar.style.height = `${Math.max(3, (100 * visible[n]) / scale)}%`));
-    setText(this.text, gains.length ? `Bytes that each sweep added, newest on the right: ${Math.min(...gains)} to ${Math.max(...gains)}, the last one ${gains.at(-1)}.` : "The first sweep is under way.");
+    setText(this.text, gains.length ? `Tokens that each sweep added, newest on the right: ${Math.min(...gains)} to ${Math.max(...gains)}, the last one ${gains.at(-1)}.` : "The first sweep is under way.");
   }
 
   clear() {
@@ -136,10 +136,10 @@ export class Answers {
     const n = (label, put) => ({ name: "n", label, put });
     this.rows = new Rows(byId("answers").tBodies[0], (answer) => answer.number, [
       { name: "mode", label: "mode", put: (cell, answer) => putPair(cell, modeName(answer), answer.degraded ? "degraded" : `seed ${answer.facts.seed ?? NONE}`) },
-      n("bytes", (cell, answer) => setText(cell, count(answer.size))),
+      n("tokens", (cell, answer) => setText(cell, count(answer.size))),
       n("sweeps", (cell, answer) => setText(cell, count(answer.sweeps))),
       n("per sweep", (cell, answer) => setText(cell, answer.sweeps ? digits(answer.size / answer.sweeps) : NONE)),
-      n("bytes/s", (cell, answer) => setText(cell, digits(answer.size / answer.seconds))),
+      n("tokens/s", (cell, answer) => setText(cell, digits(answer.size / answer.seconds))),
     ]);
   }
 
