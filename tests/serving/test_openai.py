@@ -81,10 +81,8 @@ def test_the_model_is_listed(alone: Process) -> None:
         assert api.models.retrieve("small").owned_by == "blocktrain"
         with pytest.raises(openai.NotFoundError, match="only 'small'"):
             api.models.retrieve("large")
-        with pytest.raises(openai.NotFoundError, match="/v1/completions"):
-            api.chat.completions.create(
-                model="small", messages=[{"role": "user", "content": "hello"}]
-            )
+        with pytest.raises(openai.NotFoundError, match="no POST /v1/embeddings"):
+            api.embeddings.create(model="small", input="hello")
 
 
 @pytest.mark.parametrize("mode", ["exact", "autoregressive"])

@@ -21,6 +21,7 @@ from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
 if TYPE_CHECKING:
+    from blocktrain.serving.chat_template import ChatTemplate
     from blocktrain.serving.entry.entry import Entry
     from blocktrain.serving.entry.route import FindStages
     from blocktrain.serving.openai_api import ServingRules
@@ -76,13 +77,13 @@ class ApiFlags:
         certificate, key = self.tls or (None, None)
         return Where(host, port, certificate=certificate, key=key)
 
-    def rules(self, model: str, defaults: Defaults) -> ServingRules:
+    def rules(self, model: str, defaults: Defaults, template: ChatTemplate) -> ServingRules:
         from blocktrain.serving.openai_api import ServingRules
         from blocktrain.web.guard import Keys, read_keys
 
         keys = read_keys(self.api_keys) if self.api_keys else Keys()
         return ServingRules(
-            model, keys, defaults, self.max_requests, self.queue, any_name=self.open
+            model, keys, defaults, template, self.max_requests, self.queue, any_name=self.open
         )
 
 
@@ -122,6 +123,19 @@ class AnswerFlags:
         at_least(1),
         Parameter(help="Seconds that an answer may take; one that is not complete by then fails."),
     ] = 600.0
+    chat_template: Annotated[
+        Path | None,
+        Parameter(
+            help="Jinja template that makes one text of the messages of a chat; by default "
+            "model/chat_template.jinja of the run."
+        ),
+    ] = None
+
+    def template(self, run: Path) -> ChatTemplate:
+        from blocktrain.runs.served import chat_template
+        from blocktrain.serving.chat_template import read_template
+
+        return read_template(self.chat_template) if self.chat_template else chat_template(run)
 
     def defaults(self, entry: Entry) -> Defaults:
         """The flags, completed with what this model can do."""
@@ -240,7 +254,8 @@ def serve(
     async def serving() -> None:
         entry = hosts.entry(run, reference=reference, threads=threads)
         try:
-            rules = api.rules(run.resolve().name, answers.defaults(entry))
+            name, template = run.resolve().name, answers.template(run)
+            rules = api.rules(name, answers.defaults(entry), template)
             await _serve(entry, rules, listen, lambda url: _announce(url, rules.model, json_))
         finally:
             await entry.aclose()

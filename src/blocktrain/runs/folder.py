@@ -6,7 +6,8 @@ RUN/
   events.jsonl    what happened, a line per event
   coordinator/    ledger, versions and updates: all that `blocktrain audit` needs
   state/          optimizer and updates of unfinished blocks, and the unfinished reference
-  model/          block-N.safetensors, config.json (settings, hashes, pool weights), README.md
+  model/          block-N.safetensors, config.json (settings, hashes, pool weights), README.md,
+                  chat_template.jinja
   reference/      the end-to-end model, if it was asked for
   result.json     cross entropies, memory, seconds, sample
   report.html     all of it to look at
@@ -36,6 +37,7 @@ from blocktrain.learning.tokenizer import JsonTokenizer, load_tokenizer, tokeniz
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
 FORMAT = "blocktrain-model-2"
+CHAT_TEMPLATE = Path(__file__).parents[1] / "serving" / "chat_template.jinja"  # the default
 TOKENIZER = "tokenizer.json"
 
 
@@ -54,6 +56,11 @@ class RunFolder:
     def events(self) -> Path:
         """The event log."""
         return self.folder / "events.jsonl"
+
+    @property
+    def chat_template(self) -> Path:
+        """How messages of a chat become one text: a Jinja template, which its owner may change."""
+        return self.model / "chat_template.jinja"
 
     def state(self, index: int) -> Path:
         """Saved training state of a block or of the reference."""
@@ -231,6 +238,8 @@ def seal(
         "reference": file_sha256(reference) if reference.exists() else None,
     }
     write_tokenizer(run.model, config)
+    if not run.chat_template.exists():
+        write_atomic(run.chat_template, CHAT_TEMPLATE.read_bytes())
     write_json(run.model / "config.json", {**content, "sha256": _digest(content)})
 
 

@@ -11,9 +11,22 @@ from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import composition_of
 from blocktrain.learning.model import Block, FanReadout, IndependentBlock
 from blocktrain.learning.train import REFERENCE
-from blocktrain.runs.folder import file_sha256, load_blocks, load_independent, read_manifest
+from blocktrain.runs.folder import (
+    RunFolder,
+    file_sha256,
+    load_blocks,
+    load_independent,
+    read_manifest,
+)
+from blocktrain.serving.chat_template import ChatTemplate, default_template, read_template
 
 CPU = torch.device("cpu")
+
+
+def chat_template(folder: Path) -> ChatTemplate:
+    """The template that a run keeps with its model; the default one if it has none."""
+    path = RunFolder(folder).chat_template
+    return read_template(path) if path.exists() else default_template()
 
 
 class RunModel:

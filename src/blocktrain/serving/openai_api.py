@@ -1,4 +1,5 @@
-"""OpenAI's completions API in front of an entry, with status, metrics, health and the page.
+"""OpenAI's API for completions and chats in front of an entry, with status, metrics, health and
+the page.
 
 web/guard.py checks keys, lengths and deadlines; here every field is checked before any work. When a
 client disconnects, its text is no longer written.
@@ -27,18 +28,28 @@ from blocktrain.learning.tokenizer import Tokenizer
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.blocks import name_blocks
+from blocktrain.serving.chat_template import ChatTemplate, default_template
 from blocktrain.serving.entry.answer import Piece
 from blocktrain.serving.entry.answer import Request as TextRequest
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.metrics import ServingMetrics
+from blocktrain.serving.openai_chat import chat_job, read_chat
 from blocktrain.serving.openai_messages import ApiError, TextChoice, TextJob
 from blocktrain.serving.request_queue import RequestQueue
+from blocktrain.serving.tokenizer_messages import (
+    detokenize,
+    end_text,
+    require_ids,
+    tokenize,
+    tokenizer_info,
+)
 from blocktrain.web import sse
 from blocktrain.web.guard import Access, Front, Keys, is_local_host
 from blocktrain.web.pages import page_file
 from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS
 
 MAX_BODY = 1 << 20
+MAX_TEXT = 8 << 20  # a body of /tokenize or /detokenize
 AHEAD = 16  # pieces that are written before a slow reader has them
 PAGE = Path(__file__).parents[1] / "web" / "writer"
 _UNREAD = (401, 408, 411, 413, 415, 421, 429)  # the connection cannot be used again
@@ -60,6 +71,7 @@ class ServingRules:
     model: str
     keys: Keys = field(default_factory=Keys)
     defaults: m.Defaults = field(default_factory=m.Defaults)
+    template: ChatTemplate = field(default_factory=default_template)
     max_requests: int = 8
     queue: int = 32
     any_name: bool = False  # answer to any Host header: everyone has access anyway
@@ -109,6 +121,10 @@ def build_app(entry: Entry, rules: ServingRules) -> Starlette:
     route = api.front.route
     routes = [
         route("POST", "/v1/completions", api.completions),
+        route("POST", "/v1/chat/completions", api.chat_completions),
+        route("POST", "/tokenize", api.tokenize),
+        route("POST", "/detokenize", api.detokenize),
+        route("GET", "/tokenizer_info", api.tokenizer_info),
         route("GET", "/v1/models", api.models),
         route("GET", "/v1/models/{model:path}", api.one_model),
         route("GET", "/v1/status", api.status),
@@ -224,12 +240,37 @@ class OpenAIApi:
         job = m.completion_job(fields, self.rules.model, self.rules.defaults)
         return await self._answer(request, job, send)
 
-    async def _json(self, request: Request) -> bytes:
+    async def chat_completions(self, request: Request, send: Send) -> Response | None:
+        """POST /v1/chat/completions."""
+        fields, rules = read_chat(await self._json(request)), self.rules
+        end = end_text(self.entry.tokenizer)
+        job = await asyncio.to_thread(
+            chat_job, fields, rules.template, end, rules.model, rules.defaults
+        )
+        return await self._answer(request, job, send)
+
+    async def tokenize(self, request: Request, _: Send) -> Response:
+        """POST /tokenize."""
+        content, entry = await self._json(request, MAX_TEXT), self.entry
+        body = await asyncio.to_thread(tokenize, content, entry.tokenizer, entry.config.context)
+        return JSONResponse(body)
+
+    async def detokenize(self, request: Request, _: Send) -> Response:
+        """POST /detokenize."""
+        content = await self._json(request, MAX_TEXT)
+        return JSONResponse(await asyncio.to_thread(detokenize, content, self.entry.tokenizer))
+
+    async def tokenizer_info(self, _: Request, __: Send) -> Response:
+        """GET /tokenizer_info."""
+        entry, template = self.entry, self.rules.template
+        return JSONResponse(tokenizer_info(entry.tokenizer, entry.config.context, template.source))
+
+    async def _json(self, request: Request, most: int = MAX_BODY) -> bytes:
         """The body of a request that says it is JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
-        return await self.front.read_body(request, MAX_BODY)
+        return await self.front.read_body(request, most)
 
     async def _answer(self, request: Request, job: TextJob, send: Send) -> Response | None:
         job = await asyncio.to_thread(encode_prompts, job, self.entry.tokenizer)
@@ -328,14 +369,7 @@ def encode_prompts(job: TextJob, tokenizer: Tokenizer) -> TextJob:
     encoded: dict[bytes | Tokens, Tokens] = {}
     for prompt in {request.prompt for request in job.requests}:
         ids = tuple(tokenizer.encode(prompt).tolist()) if isinstance(prompt, bytes) else prompt
-        if wrong := max(ids) if max(ids) >= tokenizer.vocabulary else None:
-            raise ApiError(
-                400,
-                f"prompt has the token id {wrong}, but this model has only 0 to "
-                f"{tokenizer.vocabulary - 1}",
-                "invalid_value",
-                param="prompt",
-            )
+        require_ids(ids, tokenizer, "prompt")
         encoded[prompt] = ids
     requests = [replace(request, prompt=encoded[request.prompt]) for request in job.requests]
     scored = sum(len(request.prompt) for request in requests if request.score_prompt)
@@ -449,8 +483,6 @@ def error_response(error: ApiError) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     sentence = f"there is no {request.method} {request.url.path[:80]} here"
-    if request.url.path.startswith("/v1/chat"):
-        sentence += ": this model completes text; use /v1/completions"
     response = error_response(ApiError(status, sentence, "not_found"))
     response.headers.update(
         (error.headers if isinstance(error, HTTPException) else None) or {}

@@ -181,8 +181,7 @@ def read_fields(content: bytes, kind: type[Fields], harmless: Harmless) -> Field
 
 def _validation_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = [str(part) for part in first["loc"] if isinstance(part, str)]
-    param = ".".join(names[:2] if names[:1] == ["stream_options"] else names[:1])[:64] or None
+    param = _param(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,
@@ -191,6 +190,8 @@ def _validation_error(error: ValidationError) -> ApiError:
             param=param,
         )
     sentence = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # about several fields: a sentence that begins with one of them
+        return ApiError(400, sentence, "invalid_value", param=sentence.split()[0])
     sentence = sentence if sentence.startswith("must") else sentence[:1].lower() + sentence[1:]
     sentence = sentence.removeprefix("input should be ").removeprefix("field ")
     if first["type"] == "missing":
@@ -198,6 +199,13 @@ def _validation_error(error: ValidationError) -> ApiError:
     elif not sentence.startswith("must"):
         sentence = f"must be {sentence}"
     return ApiError(400, f"{param} {sentence}", "invalid_value", param=param)
+
+
+def _param(place: tuple[int | str, ...]) -> str | None:
+    """The field at a place, as n, stream_options.more or messages[2].role."""
+    deep = place[:1] in (("stream_options",), ("messages",))
+    names = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    return "".join(names[: 3 if deep else 1]).removeprefix(".")[:64] or None
 
 
 @dataclass(frozen=True)
@@ -328,6 +336,7 @@ class TextChoice:
         self.bytes = 0
         self.finish: str | None = None
         self.stats: Stats | None = None
+        self.sent = 0  # chunks of a stream
         self.scores: list[PlacedScore] | None = [] if scored else None
         self._echo, self._offset = echo, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -488,6 +497,7 @@ def chunk(job: TextJob, choice: TextChoice, fragment: Fragment) -> bytes:
         [choice.stats], job.requests[choice.index].seed, whole=choice.finish is not None
     )
     content = {"choices": [job.form.delta(choice, fragment)], "usage": None, "blocktrain": details}
+    choice.sent += 1
     return event({**_head(job, job.form.chunk), **content})
 
 

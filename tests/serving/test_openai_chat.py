@@ -1,0 +1,286 @@
+"""OpenAI's chat client against `blocktrain serve`, and the template between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blocktrain.errors import ConfigError
+from blocktrain.learning.compose import Model
+from blocktrain.learning.data import Corpus
+from blocktrain.learning.generate import Sampler, write
+from blocktrain.serving import chat_template
+from blocktrain.serving.chat_template import ChatPrompt, ChatTemplate, default_template
+from blocktrain.serving.openai_chat import ChatCompletion, read_chat
+from blocktrain.serving.openai_messages import ApiError
+from support.command import blocktrain
+from support.serving import Process, saved, small_model, started
+from support.waiting import PATIENCE
+
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Write about land. "},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "sea"}],
+    },
+    {"role": "assistant", "content": " the ocean."},
+    {"role": "user", "content": "the ridge"},
+]
+PROMPT = "Write about land.\n\nUser: the sea\nAssistant: the ocean.\nUser: the ridge\nAssistant:"
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Corpus) -> Model:
+    return small_model(corpus)
+
+
+@pytest.fixture(scope="module")
+def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(model, tmp_path_factory.mktemp("served") / "small")
+
+
+@pytest.fixture(scope="module")
+def served(run: Path) -> Iterator[Process]:
+    with started("serve", str(run), "--listen", "127.0.0.1:0", cwd=run.parent) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def api(served: Process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+    ) as api:
+        yield api
+
+
+def expected(model: Model, count: int, seed: int, prompt: str = PROMPT) -> str:
+    """What the model writes after the prompt, up to the first stop of the default template."""
+    text = bytes(write(model, prompt.encode(), count, Sampler(seed, 0.8))).decode(errors="replace")
+    return text.partition("\nUser:")[0].partition("\nAssistant:")[0]
+
+
+def test_an_answer_continues_the_rendered_chat(api: openai.OpenAI, model: Model) -> None:
+    answer = api.chat.completions.create(
+        model="small", messages=MESSAGES, max_completion_tokens=30, seed=7
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert choice.message.content == expected(model, 30, 7)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 30)
+
+
+def test_a_chat_streams(api: openai.OpenAI, model: Model) -> None:
+    chunks = list(
+        api.chat.completions.create(
+            model="small",
+            messages=MESSAGES,
+            max_tokens=24,
+            seed=3,
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *parts, last = chunks
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 48
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    for index in (0, 1):
+        own = [chunk.choices[0] for chunk in parts if chunk.choices[0].index == index]
+        assert [bool(choice.delta.role) for choice in own] == [True] + [False] * (len(own) - 1)
+        text = "".join(choice.delta.content or "" for choice in own)
+        assert text == expected(model, 24, 3 + index)
+        assert [choice.finish_reason for choice in own[-2:]][-1] == "length"
+    whole = expected(model, 24, 3)  # the client's own collector wants an end that is no limit
+    with api.chat.completions.stream(
+        model="small", messages=MESSAGES, max_tokens=24, seed=3, stop=whole[9:12]
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == whole[: whole.index(whole[9:12])]
+
+
+def test_a_stop_and_logprobs_of_a_chat(api: openai.OpenAI, model: Model) -> None:
+    whole = expected(model, 40, 2)
+    word = whole[12:14]
+    answer = api.chat.completions.create(
+        model="small",
+        messages=MESSAGES,
+        max_tokens=40,
+        seed=2,
+        stop=word,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == whole[: whole.index(word)] and choice.finish_reason == "stop"
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+    for one in choice.logprobs.content:
+        assert one.bytes == list(one.token.encode()) and len(one.top_logprobs) == 2
+        assert one.logprob <= one.top_logprobs[0].logprob
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [MESSAGES[0], {"role": "user", "content": None}]}, "messages[1].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 8193}, "max_completion_tokens"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"echo": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG)
+def test_what_is_wrong_with_a_chat_is_named(
+    api: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        api.chat.completions.create(model="small", messages=MESSAGES, extra_body=fields)
+    assert error.value.param == param and param in error.value.message
+
+
+def test_fields_that_ask_for_nothing_are_fine(api: openai.OpenAI) -> None:
+    harmless = {"tools": [], "response_format": {"type": "text"}, "store": False, "logprobs": False}
+    answer = api.chat.completions.create(
+        model="small",
+        messages=[{"role": "developer", "content": "short"}, {"role": "user", "content": "a"}],
+        max_tokens=2,
+        extra_body=harmless,
+    )
+    assert answer.choices[0].message.content is not None
+
+
+def test_a_get_is_refused_like_everything_else(served: Process) -> None:
+    answer = httpx2.get(f"{served.url}/v1/chat/completions", timeout=PATIENCE)
+    assert answer.status_code == 405 and "no GET /v1/chat" in answer.json()["error"]["message"]
+
+
+# -- templates
+
+
+def test_the_default_template_is_kept_with_the_model(run: Path, served: Process) -> None:
+    kept = (run / "model" / "chat_template.jinja").read_text()
+    assert kept == default_template().source
+    info = httpx2.get(f"{served.url}/tokenizer_info", timeout=PATIENCE).json()
+    assert info["chat_template"] == kept
+
+
+def test_a_template_of_the_model_is_used_and_serve_may_name_another(
+    run: Path, model: Model, tmp_path: Path
+) -> None:
+    from blocktrain.runs.served import chat_template as of_run
+
+    folder = saved(model, tmp_path / "other")
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
+    assert of_run(folder).render([{"role": "user", "content": "the sea"}]).text == "the sea:"
+    (folder / "model" / "chat_template.jinja").unlink()
+    assert of_run(folder).source == default_template().source
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    refused = blocktrain(
+        "serve", str(folder), "--chat-template", str(tmp_path / "broken.jinja"), cwd=tmp_path
+    )
+    assert refused.returncode == 2 and "broken.jinja is not a Jinja template" in refused.stderr
+    named = tmp_path / "named.jinja"
+    named.write_text("{{ bos_token }}{{ messages[0].content }} the")
+    with (
+        started(
+            "serve",
+            str(folder),
+            "--chat-template",
+            str(named),
+            "--listen",
+            "127.0.0.1:0",
+            cwd=tmp_path,
+        ) as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", timeout=PATIENCE) as api,
+    ):
+        answer = api.chat.completions.create(
+            model="other", messages=[{"role": "user", "content": "by"}], max_tokens=12, seed=1
+        )
+    assert answer.choices[0].message.content == expected(model, 12, 1, "by the")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ messages.__class__.__mro__ }}", "refuses"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses"),
+        ("{{ messages[9].content.x }}", "refuses"),
+        ("{{ 1 / 0 }}", "refuses"),
+        ("{% for i in range(99999999) %}a{% endfor %}", "refuses"),
+        ("{% for i in range(9999) %}{{ messages[0].content * 9999 }}{% endfor %}", "to an end"),
+        ("{% set stop = 'User' %}", "list of at most"),
+        ("{% include '/etc/passwd' %}", "refuses"),
+    ],
+)
+def test_a_template_can_do_no_harm(source: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ChatTemplate(source).render([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match="to an end"):
+        ChatTemplate("{% for i in range(99) %}a{% endfor %}").render([])
+
+
+def test_files_that_are_no_templates(tmp_path: Path) -> None:
+    for name, content in (("large", b"a" * (1 << 18) + b"b"), ("binary", b"\xff\xfe")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=name):
+            chat_template.read_template(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot read"):
+        chat_template.read_template(tmp_path)
+
+
+def test_templates_of_the_hub_work() -> None:
+    """Control flow, filters and functions that they use."""
+    source = (
+        "{% set ns = namespace(system='') %}{% for message in messages %}"
+        "{% if message['role'] == 'system' %}{% set ns.system = message['content'] %}"
+        "{% continue %}{% endif %}<|{{ message['role'] }}|>{{ message['content'] | tojson }}"
+        "{% endfor %}{{ strftime_now('%Y')[:0] }}{{ eos_token }}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}{{ ns.system }}"
+    )
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "{{ 1 }}"}]
+    assert ChatTemplate(source).render(messages, "END") == ChatPrompt(
+        '<|user|>"{{ 1 }}"END<|assistant|>s', ()
+    )
+
+
+_LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+_JSON = st.recursive(_LEAF, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+_FIELD = st.sampled_from([*ChatCompletion.model_fields, "tools", "other"])
+_MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), _JSON | st.just("user"))
+)
+
+
+@given(st.dictionaries(_FIELD, _JSON), _MESSAGES)
+def test_any_chat_is_answered_or_refused(fields: dict[str, Any], messages: list[Any]) -> None:
+    content = json.dumps({"model": "small", "messages": messages, **fields}).encode()
+    try:
+        assert isinstance(read_chat(content), ChatCompletion)
+    except ApiError as error:
+        assert error.status == 400 and str(error) and len(str(error)) < 1000
