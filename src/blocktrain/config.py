@@ -35,7 +35,14 @@ from blocktrain.errors import ConfigError
 LARGEST_FILE = 1 << 20  # bytes of a settings file
 RUN_ONLY = ("data", "reference")  # keys of a run's config.toml that do not describe the model
 # Settings that are not written while they have their default value.
-ADDED = ("tokenizer", "tokenizer_hash", "vocabulary", "micro_batch", "checkpoint_activations")
+ADDED = (
+    "tokenizer",
+    "tokenizer_hash",
+    "vocabulary",
+    "micro_batch",
+    "checkpoint_activations",
+    "compile",
+)
 DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
 BPE_SIZES = (300, 1_000_000)
 LARGEST_VOCABULARY = 1 << 20
@@ -235,7 +242,11 @@ class Config(BaseModel):
     device: Annotated[str, AfterValidator(require_device)] = "cpu"
     """cpu, cuda, cuda:N, mps, or auto (the best there is)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the forward pass (autocast); weights and optimizer stay float32."""
+    """Arithmetic of the layers in training (autocast). Weights, loss, optimizer and evaluation
+    stay float32."""
+    compile: bool = False
+    """Compile the layers with torch.compile when training begins: faster steps after a minute of
+    compiling, and other roundings. Every machine that trains or audits the run compiles."""
 
     @model_validator(mode="before")
     @classmethod

@@ -180,6 +180,7 @@ def test_the_fingerprint_is_stable_and_hears_every_setting(
         "fusion_optimizer": "adamw",
         "tokenizer": "other",
         "checkpoint_activations": True,
+        "compile": True,
     }
     seen = {config.fingerprint}
     for name in Config.model_fields:

@@ -5,11 +5,13 @@ Each changes speed and memory, and the result by rounding at most.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 
+from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.data import Corpus
 from blocktrain.learning.train import REFERENCE, Trainer
@@ -75,6 +77,31 @@ def test_checkpointed_activations_change_no_bit(kind: str, dtype: str, corpus: C
     assert train(plain, corpus, 3) == train(checkpointed, corpus, 3)
     theirs = checkpointed.block.state_dict()
     assert all(torch.equal(t, theirs[name]) for name, t in plain.block.state_dict().items())
+
+
+def test_without_a_compiler_compile_is_refused_in_a_sentence() -> None:
+    import torch._inductor.config as inductor
+
+    missing = inductor.patch({"cpp.cxx": ("no-such-compiler",)})
+    with (
+        missing,
+        pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* leave --compile out"),
+    ):
+        trainer_of("next", compile=True)
+
+
+@pytest.mark.skipif(not os.environ.get("BLOCKTRAIN_LONG"), reason="a minute of compiling")
+@pytest.mark.parametrize("kind", ["next", "fusion", "tail"])
+@pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}, {"checkpoint_activations": True}])
+def test_compiled_layers_repeat_their_bits(kind: str, more: dict[str, Any], corpus: Corpus) -> None:
+    plain = trainer_of(kind, micro_batch=3, **more)
+    first, second = (trainer_of(kind, micro_batch=3, compile=True, **more) for _ in range(2))
+    losses = train(first, corpus, 3)
+    torch._dynamo.reset()  # as in another process
+    assert train(second, corpus, 3) == losses
+    assert train(plain, corpus, 3) == pytest.approx(losses, rel=1e-2 if "dtype" in more else 1e-5)
+    theirs = second.weights()
+    assert all((w == theirs[name]).all() for name, w in first.weights().items())
 
 
 def test_settings_that_change_nothing_keep_the_fingerprint() -> None:

@@ -146,7 +146,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.data import absolute
     from blocktrain.learning.tokenizer import cut_text, tokenizer_of
-    from blocktrain.learning.train import pick_device
+    from blocktrain.learning.train import pick_device, require_compiler
     from blocktrain.learning.vocabulary import resolve
     from blocktrain.runs.folder import create_run, open_run
     from blocktrain.terminal import bar
@@ -154,7 +154,9 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     from_file, of_run = read_settings(request.config)
     data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
     config = make_config({**from_file, **request.settings}, request.preset)
-    pick_device(config.device)
+    device = pick_device(config.device)
+    if config.compile:
+        require_compiler(device)
     text = source(data).open()
     with bar("tokenizer") as progress:
         config = resolve(config, lambda: cut_text(text.text.train), cache_folder(), progress)

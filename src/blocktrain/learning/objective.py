@@ -70,7 +70,9 @@ def denoise_logits(
     c = edm(level, sigma_data)
     hidden = block.features(tokens, z=c.in_ * z, c_noise=c.noise.squeeze(-1), tail=tail)
     if block.skip == "exact":
-        return block(hidden) + (z @ table.T) / level**2
+        logits = block(hidden)
+        with torch.autocast(z.device.type, enabled=False):  # logits and loss stay float32
+            return logits + (z @ table.T) / level**2
     estimate = c.skip * z + c.out * block.z_out(block.norm(hidden))
     return block.head(estimate).float()
 

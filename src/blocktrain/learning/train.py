@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +80,44 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def compile_layers(blocks: Iterable[Block], device: torch.device) -> None:
+    """Let torch.compile make kernels of the layers when they are first used.
+
+    Shapes are never generalised: a kernel, and with it the bits of a result, depends on the shape
+    alone and not on what the process computed before. So an audit repeats them.
+    """
+    require_compiler(device)
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # no processes that stay: a layer has few kernels
+    for block in blocks:
+        for layer in block.layers:
+            layer.compile(dynamic=False)
+
+
+def require_compiler(device: torch.device) -> None:
+    """A ConfigError says what torch.compile lacks on this machine."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise ConfigError(
+                "compile=true needs triton on a GPU, and it is not installed: install it with "
+                "`pip install triton`, or leave --compile out"
+            )
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ConfigError(
+            "compile=true needs a C++ compiler (g++) on every machine that trains, and there is "
+            "none here: install it, for example with `apt install g++`, or leave --compile out"
+        ) from None
+
+
 @dataclass
 class Trainer:
     """One block (or the reference), its optimizer, and how many steps it has made.
@@ -105,6 +143,8 @@ class Trainer:
             else build_block(self.config, self.index)
         )
         self.block = block.to(self.device)
+        if self.config.compile:
+            compile_layers([self.block], self.device)
         self.table = target_table(self.config).to(self.device)
         if self.fusion:
             if len(self.sources) != self.fusion.reads:
@@ -141,6 +181,8 @@ class Trainer:
     def read(self, sources: Sequence[IndependentBlock]) -> None:
         """Let the fusion block read newly published blocks."""
         self.sources = [source.to(self.device).requires_grad_(False) for source in sources]
+        if self.config.compile:
+            compile_layers(self.sources, self.device)
         if self.fusion:
             self.fusion.readout.copy_from(self.sources)
 
