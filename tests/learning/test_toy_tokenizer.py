@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from blocktrain import config as settings
-from blocktrain.cli.train import generate
+from blocktrain.cli.generate import generate
 from blocktrain.config import Config
 from blocktrain.learning import tokenizer as tokenizers
 from blocktrain.learning.compose import build_block

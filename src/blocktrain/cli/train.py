@@ -1,16 +1,14 @@
-"""Commands for a model on this machine: `train`, `evaluate` and `generate`."""
+"""Commands for a model on this machine: `train` and `evaluate`. (`generate`: generate.py.)"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
@@ -36,7 +34,6 @@ from blocktrain.config import make_config, read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
 
 if TYPE_CHECKING:
-    from blocktrain.learning.compose import Model
     from blocktrain.runs.folder import RunSettings
 
 EVAL_ADVICE = "use a longer text, a larger --eval-bytes or a smaller --context"
@@ -285,108 +282,3 @@ def _units(nats: float) -> dict[str, float | None]:
         "perplexity": perplexity(nats),
     }
     return {name: value if math.isfinite(value) else None for name, value in units.items()}
-
-
-@dataclass(frozen=True)
-class TextFlags:
-    """How `generate` writes."""
-
-    mode: Annotated[
-        Literal["autoregressive", "sweep"],
-        Parameter(
-            help="autoregressive: one traversal of the blocks per byte. sweep: a draft of the "
-            "whole text; each traversal keeps what is right, corrects the first wrong byte, "
-            "and drafts the rest again."
-        ),
-    ] = "autoregressive"
-    sweeps: Annotated[
-        int,
-        at_least(1),
-        Parameter(
-            help="Traversals per window of mode sweep; more come closer to the "
-            "autoregressive answer."
-        ),
-    ] = 1
-    draft: Annotated[
-        Literal["first-block", "none"],
-        Parameter(
-            help="What mode sweep starts from: the first block's own text, or pure noise "
-            "(models trained with a tail)."
-        ),
-    ] = "first-block"
-    max_tokens: Annotated[int, at_least(1), Parameter(help="Bytes to write.")] = 256
-    temperature: Annotated[
-        float,
-        at_least(0),
-        Parameter(help="0 takes the likeliest byte; 1 samples from the model as it is."),
-    ] = 0.8
-    seed: Annotated[int, at_least(0, 2**63 - 1), Parameter(help="Seed of the sampling.")] = 0
-
-    def check(self) -> None:
-        if self.mode == "autoregressive" and (self.draft != "first-block" or self.sweeps != 1):
-            raise ConfigError(
-                "--sweeps and --draft are for --mode sweep: "
-                "autoregressive text has one traversal per byte and no draft"
-            )
-
-
-def generate(
-    run: Path,
-    *,
-    prompt: Annotated[
-        str, Parameter(show_default=lambda _: "a line break", allow_leading_hyphen=True)
-    ] = "\n",
-    flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
-    threads: Threads = 1,
-    raw: Yes = False,
-) -> None:
-    """Write text after a prompt, as it is made. The same seed gives the same bytes.
-
-    Parameters
-    ----------
-    run
-        The run folder.
-    prompt
-        Text to continue.
-    raw
-        Write the bytes as they are, also to a terminal. By default a terminal gets control
-        characters and bytes that are not UTF-8 in escaped form; files and pipes get the bytes.
-    """
-    flags = flags or TextFlags()
-    flags.check()
-    text = os.fsencode(prompt) or b"\n"
-    _write_text(run, text, flags, threads=threads, raw=raw or not sys.stdout.isatty())
-
-
-def _write_text(run: Path, prompt: bytes, flags: TextFlags, *, threads: int, raw: bool) -> None:
-    import torch
-
-    from blocktrain.learning.threads import limited_threads
-    from blocktrain.learning.tokenizer import tokenizer_of
-    from blocktrain.runs.folder import load_model
-    from blocktrain.terminal import TextWriter
-
-    model = load_model(require_model(run), torch.device("cpu"))
-    writer = TextWriter(raw=raw)
-    writer.write(prompt)
-    tokenizer = tokenizer_of(model.config)
-    # On more threads than one, a token's bits depend on how many others are computed with it.
-    with limited_threads(threads):
-        for token in _text(model, tokenizer.encode(prompt).tolist(), flags):
-            writer.write(tokenizer.token(token))
-    writer.close()
-
-
-def _text(model: Model, prompt: list[int], flags: TextFlags) -> Iterator[int]:
-    """The tokens after the prompt, one by one."""
-    from blocktrain.learning.generate import Sampler, write
-
-    return write(
-        model,
-        prompt,
-        flags.max_tokens,
-        Sampler(flags.seed, flags.temperature),
-        mode=flags.mode,
-        sweeps=flags.sweeps,
-        draft=flags.draft,
-    )

@@ -26,9 +26,14 @@ from blocktrain.learning.compose import (
     position_noise,
 )
 from blocktrain.learning.model import target_table
+from blocktrain.learning.tokenizer import tokenizer_of
 
 COLDEST = 1e-6  # lower temperatures give no other token a chance, and would overflow
 NEAR_TIE = 1e-4
+NOT_EXACT = (
+    "mode exact needs a model composed by fuse or pool, whose blocks read only tokens; "
+    "use mode autoregressive"
+)
 LOCAL_DRAFT = 8  # tokens that mode exact drafts at a time when no network has to be hidden
 
 Tokens = tuple[int, ...]
@@ -154,13 +159,16 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 class Text:
-    """A prompt and what is written behind it, up to `most` tokens."""
+    """A prompt and what is written behind it, up to `most` tokens or to the token `end`."""
 
-    def __init__(self, prompt: Sequence[int], most: int, context: int) -> None:
+    def __init__(
+        self, prompt: Sequence[int], most: int, context: int, end: int | None = None
+    ) -> None:
         self.ids: Tokens = tuple(prompt)
         self.context = context
         self.prompt = len(self.ids)
-        self._end = len(self.ids) + most
+        self.ended = False
+        self._end, self._end_token = len(self.ids) + most, end
 
     @property
     def begin(self) -> int:
@@ -180,15 +188,20 @@ class Text:
     @property
     def remaining(self) -> int:
         """Tokens that may still be written."""
-        return self._end - len(self.ids)
+        return 0 if self.ended else self._end - len(self.ids)
 
     @property
     def room(self) -> int:
         """Tokens that may still be written before the window has to move."""
         return min(self.remaining, self.begin + self.context - len(self.ids) + 1)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        self.ids += tuple(tokens)[: self.remaining]
+    def append(self, tokens: Sequence[int]) -> Tokens:
+        """Write what there is room for, and return it. The end of the text is not part of it."""
+        tokens = tuple(tokens)[: self.remaining]
+        if self._end_token in tokens:
+            tokens, self.ended = tokens[: tokens.index(self._end_token)], True
+        self.ids += tokens
+        return tokens
 
 
 # -- what a loop asks for
@@ -280,9 +293,7 @@ def autoregressive(text: Text, picker: Picker) -> Loop:
     while text.remaining:
         window = text.window
         logits: Tensor = yield Score(window, len(window) - 1)
-        tokens = tuple(picker.picks(logits, len(text.ids)))
-        text.append(tokens)
-        yield Commit(tokens)
+        yield Commit(text.append(tuple(picker.picks(logits, len(text.ids)))))
 
 
 def exact(text: Text, picker: Picker) -> Loop:
@@ -311,8 +322,7 @@ def sweep(text: Text, picker: Picker, sweeps: int) -> Loop:
                 break
         else:
             rest: Tokens = yield Draft(text.room)
-            text.append(rest)
-            yield Commit(rest)
+            yield Commit(text.append(rest))
 
 
 def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
@@ -333,8 +343,7 @@ def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
                 noise[-size:] += table[torch.tensor(chunk)] / config.sigma_max
             logits: Tensor = yield Denoise(ids, noise, size)
             chunk = tuple(picker.picks(logits, len(text.ids)))
-        text.append(chunk)
-        yield Commit(chunk)
+        yield Commit(text.append(chunk))
 
 
 def accept(draft: Sequence[int], picks: Iterable[int]) -> Tokens:
@@ -353,8 +362,7 @@ def accept(draft: Sequence[int], picks: Iterable[int]) -> Tokens:
 
 
 def _verify(text: Text, draft: Tokens, picks: Iterable[int]) -> Commit:
-    tokens = accept(draft, picks)
-    text.append(tokens)
+    tokens = text.append(accept(draft, picks))
     right = sum(a == b for a, b in zip(tokens, draft, strict=False))
     return Commit(tokens, len(draft), right)
 
@@ -446,8 +454,11 @@ def write(
     sweeps: int = 1,
     draft: DraftSource = "first-block",
 ) -> Iterator[int]:
-    """`count` tokens after the prompt, by a model in this process."""
-    text = Text(prompt, count, model.config.context)
+    """`count` tokens after the prompt, or fewer if the text ends, by a model in this process."""
+    if mode == "exact" and model.config.traits.topology != "fan":
+        raise ConfigError(NOT_EXACT)
+    end = tokenizer_of(model.config).end_of_text
+    text = Text(prompt, count, model.config.context, end)
     loop = text_loop(text, Picker(sampler), model.config, mode=mode, sweeps=sweeps, draft=draft)
     drafter = model.drafter() if mode != "autoregressive" and draft == "first-block" else None
     scorer = model.scorer(seed=sampler.seed)

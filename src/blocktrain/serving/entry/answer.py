@@ -201,7 +201,7 @@ class TextAnswer:
             await self.session.aclose()
 
     def _finish(self) -> FinishReason | None:
-        if self.output.stopped:
+        if self.output.stopped or self.text.ended:
             return "stop"
         return None if self.text.remaining else "length"
 

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.generate import Drafter, DraftSource, Picker, Sampler, Text
+from blocktrain.learning.generate import NOT_EXACT, Drafter, DraftSource, Picker, Sampler, Text
 from blocktrain.learning.model import IndependentBlock
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol.frames import Wire
@@ -193,10 +193,7 @@ class Entry:
     def check(self, request: Request) -> None:
         """Refuse what this model cannot do."""
         if request.mode == "exact" and not self.fan:
-            raise ConfigError(
-                "mode exact needs a model composed by fuse or pool, whose blocks read only "
-                "tokens; use mode autoregressive"
-            )
+            raise ConfigError(NOT_EXACT)
         if request.mode != "sweep":
             return
         if request.logprobs is not None:
@@ -232,7 +229,8 @@ class Entry:
         prompt = request.prompt or EMPTY_PROMPT
         if isinstance(prompt, bytes):
             prompt = tuple(self.tokenizer.encode(prompt).tolist())
-        text = Text(prompt, request.max_tokens, self.config.context)
+        end = self.tokenizer.end_of_text
+        text = Text(prompt, request.max_tokens, self.config.context, end)
         cut = len(self.tokenizer.decode(prompt[: text.cut]))
         sampler = Sampler(request.seed, request.temperature, request.top_p)
         deadline = asyncio.get_running_loop().time() + request.deadline
