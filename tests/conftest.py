@@ -21,9 +21,11 @@ from hypothesis import settings
 
 from blocktrain.config import Config, make_config
 from blocktrain.learning.compose import Model, build_block, composition_of, independent
-from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block, IndependentBlock
 from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.tokenizer import ByteTokenizer
 from blocktrain.learning.train import Trainer
 
 torch.set_num_threads(1)
@@ -88,8 +90,9 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def corpus(corpus_folder: Path) -> Corpus:
-    return open_corpus(str(corpus_folder), None, corpus_folder)
+def corpus(corpus_folder: Path) -> TokenCorpus:
+    cache = corpus_folder.with_name("corpus-cache")
+    return Source(str(corpus_folder), None, cache).open(ByteTokenizer())
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -129,15 +132,15 @@ def make_model() -> Callable[[Config], Model]:
 
 
 def train_block(
-    config: Config, index: int, corpus: Corpus, sources: Sequence[IndependentBlock] = ()
+    config: Config, index: int, corpus: TokenCorpus, sources: Sequence[IndependentBlock] = ()
 ) -> Block:
     trainer = Trainer(config, index, sources)
-    for _ in trainer.run(corpus.train, config.steps):
+    for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
         pass
     return trainer.block
 
 
-def train_model(config: Config, corpus: Corpus) -> Model:
+def train_model(config: Config, corpus: TokenCorpus) -> Model:
     """Every block by the plain loop."""
     blocks = {n: train_block(config, n, corpus) for n in range(1, config.independent + 1)}
     if config.fusion:
@@ -146,7 +149,7 @@ def train_model(config: Config, corpus: Corpus) -> Model:
 
 
 @pytest.fixture(scope="session")
-def trained(corpus: Corpus) -> Model:
+def trained(corpus: TokenCorpus) -> Model:
     """A small trained model with fitted pool weights."""
     config = tiny_config(
         blocks=4,

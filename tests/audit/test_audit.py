@@ -21,8 +21,8 @@ from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, open_folder
 from blocktrain.coordinator.merge import MergeContext, MergeOptions, Update, merge
 from blocktrain.errors import RunError
-from blocktrain.learning.data import Corpus
-from blocktrain.learning.data import Source as CorpusSource
+from blocktrain.learning.corpus.source import Source as CorpusSource
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.messages import Blob, Manifest, Submission
@@ -50,7 +50,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> P
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, prepared: Path
+    tmp_path_factory: pytest.TempPathFactory, corpus: TokenCorpus, prepared: Path
 ) -> Iterator[dict[str, WatchedCoordinator]]:
     found = {
         outer: play(

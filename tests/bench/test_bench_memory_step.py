@@ -16,6 +16,7 @@ from blocktrain.bench.memory import SLACK, SavedActivations, measure_memory, sto
 from blocktrain.bench.step import bare_loop, measure_step
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError
+from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.train import Trainer
 
@@ -149,7 +150,8 @@ def test_the_bare_loop_does_the_same_arithmetic_as_the_worker() -> None:
     config = tiny(layers_per_block=1, schedule="constant", warmup=0, steps=4)
     row = random_text(0, config.context + 1)  # one place to begin only: both draw the same batches
     bare = bare_loop(config, row)
-    for (_, ours), theirs in zip(Trainer(config, 1).run(row, 4), bare, strict=False):
+    batches = memory_batches(row, context=config.context, batch=config.batch)
+    for (_, ours), theirs in zip(Trainer(config, 1).run(batches, 4), bare, strict=False):
         assert ours == theirs
 
 

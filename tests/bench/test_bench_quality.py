@@ -12,7 +12,7 @@ import pytest
 from blocktrain.bench import commands
 from blocktrain.bench.quality import tune
 from blocktrain.bench.quality.quality import is_published, version_beside
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from support.command import blocktrain
 
 NAMES = [

@@ -18,7 +18,7 @@ from blocktrain.bench.serving.serving import SWEEPS, gain
 from blocktrain.bench.serving.shape import Shape, buffer, parse_shape, shared_model
 from blocktrain.bench.serving.stages import split
 from blocktrain.errors import ConfigError, RunError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.model import Cache
 from blocktrain.serving.entry.drafting import LinearCost
 from support.command import blocktrain

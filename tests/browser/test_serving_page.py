@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.generate import write as write_locally
 from support.browser import CHROMIUM, Visit, browsing, picture, visiting
@@ -34,7 +34,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def model(corpus: Corpus) -> Model:
+def model(corpus: TokenCorpus) -> Model:
     return small_model(corpus)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blocktrain.learning.compose import Model, context_predictors, euler_path, row_noise
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, evaluate, evaluate_alone, text_bits
 from blocktrain.learning.pool import fit_pool_weights
 from conftest import random_model, tiny_config, train_model
@@ -40,7 +40,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_number_of_rows_changes_nothing(kind: str, corpus: Corpus) -> None:
+def test_the_number_of_rows_changes_nothing(kind: str, corpus: TokenCorpus) -> None:
     split = corpus.valid[: 16 * 20 + 6]  # a ragged last row
     one, three, sixteen = (evaluate(MODELS[kind], split, rows=rows, draws=2) for rows in (1, 3, 16))
     assert set(one) == NAMES[kind]
@@ -49,7 +49,7 @@ def test_the_number_of_rows_changes_nothing(kind: str, corpus: Corpus) -> None:
     assert one["composed"] == one[MODELS[kind].config.compose]
 
 
-def test_cross_entropy_by_hand(corpus: Corpus) -> None:
+def test_cross_entropy_by_hand(corpus: TokenCorpus) -> None:
     block, split = MODELS["pool"].blocks[0], corpus.valid[:50]
     total = 0.0
     for first in range(0, 49, 16):
@@ -60,7 +60,7 @@ def test_cross_entropy_by_hand(corpus: Corpus) -> None:
     assert evaluate(MODELS["pool"], split)["block_1"] == pytest.approx(total / 49, abs=1e-6)
 
 
-def test_the_noise_of_the_path_belongs_to_the_row(corpus: Corpus) -> None:
+def test_the_noise_of_the_path_belongs_to_the_row(corpus: TokenCorpus) -> None:
     model, split = MODELS["exact"], corpus.valid[: 16 * 5 + 1]
     total = 0.0
     for row in range(5):
@@ -71,13 +71,13 @@ def test_the_noise_of_the_path_belongs_to_the_row(corpus: Corpus) -> None:
     assert evaluate(model, split, seed=4, draws=1)["euler"] != pytest.approx(total, abs=1e-5)
 
 
-def test_progress_ends_at_one(corpus: Corpus) -> None:
+def test_progress_ends_at_one(corpus: TokenCorpus) -> None:
     shares: list[float] = []
     evaluate(MODELS["fuse"], corpus.valid[:200], rows=2, progress=shares.append)
     assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 3
 
 
-def test_pool_and_fusion_beat_single_blocks(trained: Model, corpus: Corpus) -> None:
+def test_pool_and_fusion_beat_single_blocks(trained: Model, corpus: TokenCorpus) -> None:
     ce = evaluate(trained, corpus.valid)
     single = [ce[f"block_{n}"] for n in (1, 2, 3)]
     assert max(single) < 2.0, "the blocks have learnt something"
@@ -86,7 +86,7 @@ def test_pool_and_fusion_beat_single_blocks(trained: Model, corpus: Corpus) -> N
     assert ce["composed"] == ce["fuse"]
 
 
-def test_a_missing_block_costs_little(trained: Model, corpus: Corpus) -> None:
+def test_a_missing_block_costs_little(trained: Model, corpus: TokenCorpus) -> None:
     ce = cross_entropies(
         context_predictors(trained, leave_out=True), corpus.valid, trained.config.context
     )
@@ -95,7 +95,7 @@ def test_a_missing_block_costs_little(trained: Model, corpus: Corpus) -> None:
 
 
 def test_fitted_weights_beat_equal_ones_where_they_are_fitted(
-    trained: Model, corpus: Corpus
+    trained: Model, corpus: TokenCorpus
 ) -> None:
     equal = evaluate(Model(trained.config, trained.blocks, trained.fusion), corpus.calibration)
     after = evaluate(trained, corpus.calibration)
@@ -104,7 +104,7 @@ def test_fitted_weights_beat_equal_ones_where_they_are_fitted(
     assert after["fuse"] == equal["fuse"], "the fusion block has weights of its own"
 
 
-def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: Corpus) -> None:
+def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: TokenCorpus) -> None:
     assert trained.pool_weights is not None
     again = fit_pool_weights(Model(trained.config, trained.blocks), np.array(corpus.calibration))
     assert torch.equal(again, trained.pool_weights)
@@ -119,7 +119,7 @@ def test_weights_are_fitted_on_the_slice_alone(trained: Model, corpus: Corpus) -
     )
 
 
-def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corpus) -> None:
+def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: TokenCorpus) -> None:
     config = trained.config
     stranger = random_model(config.replace(seed=7)).blocks[0]
     torch.nn.init.normal_(stranger.head.weight, std=3.0, generator=torch.Generator().manual_seed(0))
@@ -128,7 +128,7 @@ def test_a_block_that_only_hurts_gets_almost_no_say(trained: Model, corpus: Corp
     assert weights[2] < 0.1 * weights[:2].min()
 
 
-def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> None:
+def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: TokenCorpus) -> None:
     """Their best weights have both signs; the positive ones are only good with the others."""
     config = tiny_config(compose="pool", blocks=12, steps=40, data_order="shared")
     blocks = train_model(config, corpus).blocks
@@ -141,7 +141,7 @@ def test_many_weak_blocks_are_never_worse_than_equal_weights(corpus: Corpus) -> 
     assert best < equal
 
 
-def test_bits_of_a_text_under_a_block(corpus: Corpus) -> None:
+def test_bits_of_a_text_under_a_block(corpus: TokenCorpus) -> None:
     block, text = MODELS["pool"].blocks[0], bytes(corpus.valid[:17])
     assert text_bits(block, text[:1], text[1:]) == pytest.approx(
         evaluate_alone(block, corpus.valid[:17], 16) / math.log(2), abs=1e-5

@@ -13,7 +13,7 @@ import torch
 
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.train import REFERENCE, Trainer
 from conftest import random_model, tiny_config
 
@@ -46,14 +46,15 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in trainer.block.named_parameters() if p.grad is not None}
 
 
-def train(trainer: Trainer, corpus: Corpus, steps: int) -> list[float]:
-    return [loss for _, loss in trainer.run(corpus.train, steps)]
+def train(trainer: Trainer, corpus: TokenCorpus, steps: int) -> list[float]:
+    batches = corpus.batches(trainer.config, trainer.own_stream)
+    return [loss for _, loss in trainer.run(batches, steps)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_accumulated_gradients_are_those_of_the_whole_batch(
-    kind: str, rows: int, corpus: Corpus
+    kind: str, rows: int, corpus: TokenCorpus
 ) -> None:
     whole, parts = trainer_of(kind), trainer_of(kind, micro_batch=rows)
     assert train(whole, corpus, 1) == pytest.approx(train(parts, corpus, 1), rel=1e-6)
@@ -64,14 +65,14 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("rows", [0, 7, 100])
-def test_a_micro_batch_of_the_whole_batch_changes_no_bit(rows: int, corpus: Corpus) -> None:
+def test_a_micro_batch_of_the_whole_batch_changes_no_bit(rows: int, corpus: TokenCorpus) -> None:
     whole, other = trainer_of("fusion"), trainer_of("fusion", micro_batch=rows)
     assert train(whole, corpus, 3) == train(other, corpus, 3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpointed_activations_change_no_bit(kind: str, dtype: str, corpus: Corpus) -> None:
+def test_checkpointed_activations_change_no_bit(kind: str, dtype: str, corpus: TokenCorpus) -> None:
     plain = trainer_of(kind, dtype=dtype)
     checkpointed = trainer_of(kind, dtype=dtype, checkpoint_activations=True)
     assert train(plain, corpus, 3) == train(checkpointed, corpus, 3)
@@ -93,7 +94,9 @@ def test_without_a_compiler_compile_is_refused_in_a_sentence() -> None:
 @pytest.mark.skipif(not os.environ.get("BLOCKTRAIN_LONG"), reason="a minute of compiling")
 @pytest.mark.parametrize("kind", ["next", "fusion", "tail"])
 @pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}, {"checkpoint_activations": True}])
-def test_compiled_layers_repeat_their_bits(kind: str, more: dict[str, Any], corpus: Corpus) -> None:
+def test_compiled_layers_repeat_their_bits(
+    kind: str, more: dict[str, Any], corpus: TokenCorpus
+) -> None:
     plain = trainer_of(kind, micro_batch=3, **more)
     first, second = (trainer_of(kind, micro_batch=3, compile=True, **more) for _ in range(2))
     losses = train(first, corpus, 3)

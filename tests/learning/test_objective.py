@@ -20,6 +20,7 @@ from blocktrain.learning.objective import (
     read_features,
     training_levels,
 )
+from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.train import Trainer
 from conftest import random_model, tiny_config
 
@@ -128,10 +129,11 @@ def test_training_loss_leaks_below_sigma_one_and_composition_gains_nothing() -> 
             learning_rate=2e-2,
             z_width=16,
         )
+        batches = [memory_batches(text, context=config.context, batch=8, block=n) for n in (1, 2)]
         trainers = [Trainer(config, n) for n in (1, 2)]
         ce = [
-            np.mean([loss for _, loss in trainer.run(text, config.steps)][-10:])
-            for trainer in trainers
+            np.mean([loss for _, loss in trainer.run(read, config.steps)][-10:])
+            for trainer, read in zip(trainers, batches, strict=True)
         ]
         composed = evaluate(
             Model(config, independent({t.index: t.block for t in trainers})), text[:801], draws=1

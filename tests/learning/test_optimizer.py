@@ -71,9 +71,11 @@ def test_training_does_not_wait_for_the_compiler_of_torch() -> None:
     code = """
 import sys, numpy
 from blocktrain.config import Config
+from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.train import Trainer
 trainer = Trainer(Config(width=8, heads=2, context=8, batch=1, optimizer="muon", steps=2), 1)
-list(trainer.run(numpy.arange(100, dtype=numpy.uint8), 2))
+ids = numpy.arange(100, dtype=numpy.uint8)
+list(trainer.run(memory_batches(ids, context=8, batch=1), 2))
 moments = {name.split(".")[0] for name in trainer.moments()}
 sys.exit("torch._dynamo" in sys.modules or not moments > {"momentum", "exp_avg"})
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import blocktrain.config
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.threads import limited_threads, use_threads
 from blocktrain.runs import results
 from conftest import random_model, tiny_config
@@ -28,7 +28,7 @@ def test_the_number_from_before_is_restored_even_after_an_error() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_evaluation_computes_on_the_threads_that_the_user_asks_for(
-    tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, count: int
+    tmp_path: Path, corpus: TokenCorpus, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Torch's default, a thread per core, takes many times longer on a busy machine."""
     seen: list[int] = []

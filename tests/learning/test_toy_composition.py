@@ -18,7 +18,8 @@ from blocktrain.config import Config, Traits
 from blocktrain.errors import ConfigError
 from blocktrain.learning import compose
 from blocktrain.learning.compose import FanComposition, LoadBlocks, independent, register
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.model import Cache, FanReadout, IndependentBlock
@@ -78,7 +79,7 @@ def test_it_is_named_in_settings() -> None:
         tiny_config(compose="mixture", objective="denoise", skip="edm")
 
 
-def test_it_trains_evaluates_and_writes(corpus: Corpus) -> None:
+def test_it_trains_evaluates_and_writes(corpus: TokenCorpus) -> None:
     config = tiny_config(compose="mixture", blocks=2, steps=40, learning_rate=1e-2)
     model = train_model(config, corpus)
     ce = evaluate(model, corpus.valid)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blocktrain.config import Schedule
 from blocktrain.errors import ConfigError, RunError
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import build_independent
 from blocktrain.learning.train import REFERENCE, Trainer, learning_rate, pick_device
 from conftest import tiny_config
@@ -38,8 +38,9 @@ def trainer_of(kind: str, **changes: Any) -> Trainer:
     return Trainer(config, index, [build_independent(config, n) for n in (1, 2)] if reads else [])
 
 
-def run(trainer: Trainer, corpus: Corpus, until: int) -> list[float]:
-    return [loss for _, loss in trainer.run(corpus.train, until)]
+def run(trainer: Trainer, corpus: TokenCorpus, until: int) -> list[float]:
+    order = trainer.own_stream if trainer.stream is None else trainer.stream
+    return [loss for _, loss in trainer.run(corpus.batches(trainer.config, order), until)]
 
 
 def loss_of_zeros(trainer: Trainer) -> float:
@@ -54,7 +55,7 @@ def same(a: Trainer, b: Trainer) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_bits_whole_or_resumed(
-    kind: str, corpus: Corpus, tmp_path: Path
+    kind: str, corpus: TokenCorpus, tmp_path: Path
 ) -> None:
     whole = trainer_of(kind)
     losses = run(whole, corpus, 12)
@@ -70,7 +71,7 @@ def test_the_same_seed_gives_the_same_bits_whole_or_resumed(
     assert same(resumed, whole)
 
 
-def test_another_seed_or_block_gives_other_weights(corpus: Corpus) -> None:
+def test_another_seed_or_block_gives_other_weights(corpus: TokenCorpus) -> None:
     trainers = [
         trainer_of("next"),
         trainer_of("next", seed=1),
@@ -83,7 +84,7 @@ def test_another_seed_or_block_gives_other_weights(corpus: Corpus) -> None:
     assert all(not torch.equal(a, b) for n, a in enumerate(embeds) for b in embeds[:n])
 
 
-def test_noise_differs_between_blocks_and_steps(corpus: Corpus) -> None:
+def test_noise_differs_between_blocks_and_steps(corpus: TokenCorpus) -> None:
     config = tiny_config(objective="denoise", compose="pool", data_order="shared", gamma=0.0)
     losses = set()
     for index in (1, 2):
@@ -93,7 +94,7 @@ def test_noise_differs_between_blocks_and_steps(corpus: Corpus) -> None:
     assert len(losses) == 4
 
 
-def test_a_state_is_loaded_only_where_it_belongs(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_state_is_loaded_only_where_it_belongs(corpus: TokenCorpus, tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     trainer_of("next").save(path)
     trainer_of("next").load(path)  # a state before the first step is one too
@@ -108,7 +109,7 @@ def test_a_state_is_loaded_only_where_it_belongs(corpus: Corpus, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["next", "fusion", "exact"])
-def test_a_task_continues_from_weights_and_moments(kind: str, corpus: Corpus) -> None:
+def test_a_task_continues_from_weights_and_moments(kind: str, corpus: TokenCorpus) -> None:
     whole, first, second = trainer_of(kind), trainer_of(kind), trainer_of(kind)
     assert first.moments() == {}
     losses = run(whole, corpus, 12)
@@ -126,7 +127,7 @@ def test_a_task_continues_from_weights_and_moments(kind: str, corpus: Corpus) ->
         second.load_weights({name: w for name, w in whole.weights().items() if name != "embed"})
 
 
-def test_another_stream_draws_other_text_and_other_noise(corpus: Corpus) -> None:
+def test_another_stream_draws_other_text_and_other_noise(corpus: TokenCorpus) -> None:
     settings, index = KINDS["exact"]
     config = tiny_config(**settings)
     losses = {}
@@ -142,13 +143,13 @@ def test_another_stream_draws_other_text_and_other_noise(corpus: Corpus) -> None
     )
 
 
-def test_training_lowers_the_loss(corpus: Corpus) -> None:
+def test_training_lowers_the_loss(corpus: TokenCorpus) -> None:
     losses = run(trainer_of("next", steps=60, learning_rate=1e-2), corpus, 60)
     assert losses[0] > 5
     assert sum(losses[-5:]) / 5 < 3
 
 
-def test_a_loss_that_is_not_finite_is_a_sentence(corpus: Corpus) -> None:
+def test_a_loss_that_is_not_finite_is_a_sentence(corpus: TokenCorpus) -> None:
     trainer = trainer_of("next")
     torch.nn.init.constant_(trainer.block.embed, float("nan"))
     with pytest.raises(RunError, match="lower the learning rate"):
@@ -160,7 +161,7 @@ def test_a_fusion_trainer_needs_all_it_reads() -> None:
         Trainer(tiny_config(), 3, [build_independent(tiny_config(), 1)])
 
 
-def test_bfloat16_trains_float32_weights(corpus: Corpus) -> None:
+def test_bfloat16_trains_float32_weights(corpus: TokenCorpus) -> None:
     exact, rounded = trainer_of("next"), trainer_of("bfloat16")
     losses = run(exact, corpus, 3), run(rounded, corpus, 3)
     assert losses[0] != losses[1]

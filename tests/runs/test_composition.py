@@ -13,7 +13,7 @@ import torch
 
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.pool import choose_composition
@@ -37,7 +37,7 @@ def spoiled(trained: Model) -> Model:
     return replace(trained, fusion=fusion, compose="")
 
 
-def publish_sealed(model: Model, folder: Path, corpus: Corpus) -> Path:
+def publish_sealed(model: Model, folder: Path, corpus: TokenCorpus) -> Path:
     saved(model, folder)
     manifest = read_manifest(folder)
     fit_and_seal(manifest.run, model.config, "tiny", corpus.calibration)
@@ -45,7 +45,7 @@ def publish_sealed(model: Model, folder: Path, corpus: Corpus) -> Path:
 
 
 def test_the_fusion_block_is_used_where_it_is_better(
-    trained: Model, corpus: Corpus, tmp_path: Path
+    trained: Model, corpus: TokenCorpus, tmp_path: Path
 ) -> None:
     choice = choose_composition(trained, corpus.calibration)
     assert choice.name == "fuse" and choice.scores["fuse"] < choice.scores["pool"]
@@ -56,7 +56,7 @@ def test_the_fusion_block_is_used_where_it_is_better(
 
 
 def test_the_pool_is_used_where_the_fusion_block_does_harm(
-    spoiled: Model, corpus: Corpus, tmp_path: Path
+    spoiled: Model, corpus: TokenCorpus, tmp_path: Path
 ) -> None:
     folder = publish_sealed(spoiled, tmp_path / "run", corpus)
     manifest, model = read_manifest(folder), load_model(folder, CPU)
@@ -73,7 +73,7 @@ def test_the_pool_is_used_where_the_fusion_block_does_harm(
 
 
 def test_an_entry_of_a_pool_needs_no_fusion_block(
-    spoiled: Model, corpus: Corpus, tmp_path: Path
+    spoiled: Model, corpus: TokenCorpus, tmp_path: Path
 ) -> None:
     folder = publish_sealed(spoiled, tmp_path / "run", corpus)
     expected = bytes(write(load_model(folder, CPU), [65, 66], 12, Sampler(3, 0.8)))
@@ -88,7 +88,9 @@ def test_a_short_slice_compares_nothing(trained: Model) -> None:
     assert choice.name == "fuse" and not choice.scores and "nothing else" in choice.reason
 
 
-def test_a_foreign_composition_is_refused(trained: Model, corpus: Corpus, tmp_path: Path) -> None:
+def test_a_foreign_composition_is_refused(
+    trained: Model, corpus: TokenCorpus, tmp_path: Path
+) -> None:
     folder = publish_sealed(trained, tmp_path / "run", corpus)
     path = folder / "model" / "config.json"
     content = json.loads(path.read_text())

@@ -17,7 +17,8 @@ import torch
 from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import independent
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
@@ -34,7 +35,7 @@ import sys
 from pathlib import Path
 from blocktrain.runs import local
 from blocktrain.errors import Interrupted
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.folder import open_run
 
@@ -117,11 +118,13 @@ class Here:
         return process.returncode, errors
 
 
-def alone(config: Config, index: int, corpus: Corpus, read: list[Trainer] | None = None) -> Trainer:
+def alone(
+    config: Config, index: int, corpus: TokenCorpus, read: list[Trainer] | None = None
+) -> Trainer:
     """The plain loop."""
     sources = independent({source.index: source.block for source in read or []})
     trainer = Trainer(config, index, sources)
-    for _ in trainer.run(corpus.train, config.steps):
+    for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
         pass
     return trainer
 
@@ -132,7 +135,7 @@ def sha256(path: Path) -> str:
 
 @pytest.mark.timeout(900)  # three starts of two processes: slow where the machine is busy
 def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(
-    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+    corpus: TokenCorpus, corpus_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=600)
     here = Here(tmp_path, config, corpus_folder, task_steps=10)
@@ -153,7 +156,7 @@ def test_a_run_that_is_killed_and_interrupted_ends_in_the_same_weights(
 
 
 def test_ctrl_c_in_the_middle_of_a_task_loses_no_step(
-    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+    corpus: TokenCorpus, corpus_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=600)
     here = Here(tmp_path, config, corpus_folder, task_steps=600)
@@ -216,7 +219,7 @@ def test_a_lost_optimizer_is_not_passed_over(corpus_folder: Path, tmp_path: Path
 
 
 def test_a_damaged_reference_is_trained_again(
-    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+    corpus: TokenCorpus, corpus_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(compose="pool", blocks=1, steps=4)
     run = create_run(tmp_path / "run", config, str(corpus_folder), reference=True)
@@ -232,7 +235,7 @@ def test_a_damaged_reference_is_trained_again(
 
 
 def test_all_blocks_fusion_and_reference_are_trained_and_judged(
-    corpus: Corpus, corpus_folder: Path, tmp_path: Path
+    corpus: TokenCorpus, corpus_folder: Path, tmp_path: Path
 ) -> None:
     config = tiny_config(blocks=3, steps=8)
     here = Here(tmp_path, config, corpus_folder, task_steps=3, reference=True, slots=3)

@@ -14,7 +14,7 @@ import pytest
 
 from blocktrain.config import make_config
 from blocktrain.errors import RunError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.runs.folder import create_run, open_run
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import (
     Sampler,
     TokenScore,
@@ -39,7 +39,7 @@ CONTEXT = 32
 
 
 @pytest.fixture(scope="module")
-def model(corpus: Corpus) -> Model:
+def model(corpus: TokenCorpus) -> Model:
     return small_model(corpus)
 
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blocktrain.errors import IdentityError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.serving.entry.answer import Piece, Stats
 from blocktrain.serving.openai_messages import ApiError, Completion, TextChoice, read_completion
@@ -37,7 +37,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
-def model(corpus: Corpus) -> Model:
+def model(corpus: TokenCorpus) -> Model:
     return small_model(corpus)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.serving import chat_template
 from blocktrain.serving.chat_template import ChatPrompt, ChatTemplate, default_template
@@ -38,7 +38,7 @@ PROMPT = "Write about land.\n\nUser: the sea\nAssistant: the ocean.\nUser: the r
 
 
 @pytest.fixture(scope="module")
-def model(corpus: Corpus) -> Model:
+def model(corpus: TokenCorpus) -> Model:
     return small_model(corpus)
 
 

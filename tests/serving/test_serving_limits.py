@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.runs.served import RunModel
 from blocktrain.serving import request_queue
 from blocktrain.serving.entry.entry import Entry
@@ -30,7 +30,7 @@ Scenario = Callable[[httpx2.AsyncClient, AppServer], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
-def run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(corpus: TokenCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(small_model(corpus), tmp_path_factory.mktemp("limits") / "small")
 
 

@@ -47,7 +47,7 @@ _KEPT = tempfile.TemporaryDirectory(prefix="blocktrain-world-")
 @cache
 def prepared() -> Path:
     """Version 0 of both blocks and a small corpus, made once for all tests of a process."""
-    from blocktrain.learning.data import Source
+    from blocktrain.learning.corpus.source import Source
     from blocktrain.runs.prepare import prepare
 
     text, folder = Path(_KEPT.name) / "text", Path(_KEPT.name) / "prepared"

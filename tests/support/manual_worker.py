@@ -11,7 +11,7 @@ import torch
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.compose import independent
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.train import Trainer
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import Identity, identity_from_seed
@@ -36,7 +36,7 @@ class ManualWorker:
 
     client: LocalClient
     me: Identity
-    corpus: Corpus
+    corpus: TokenCorpus
     run: str = ""
     next: Task | Wait | None = None
     state: dict[int, State] = field(default_factory=dict)  # by block
@@ -68,7 +68,8 @@ class ManualWorker:
         trainer.load_weights(base)
         before, parent, moments, residual = self.state.get(task.block, (None, None, {}, {}))
         trainer.restore(moments)
-        losses = [loss for _, loss in trainer.run(self.corpus.train, task.start_step + task.steps)]
+        batches = self.corpus.batches(CONFIG, task.stream)
+        losses = [loss for _, loss in trainer.run(batches, task.start_step + task.steps)]
         new = trainer.weights()
         payload, left = compression.compress_weights(new), dict[str, tensors.Array]()
         if task.compression != "none":
@@ -121,7 +122,7 @@ class ManualWorker:
             self.next = self.client.next_task(self.me.sign(asked)).next
 
 
-def play(folder: Path, corpus: Corpus, prepared: Path, **policy: Any) -> WatchedCoordinator:
+def play(folder: Path, corpus: TokenCorpus, prepared: Path, **policy: Any) -> WatchedCoordinator:
     """Rounds of two, an update two versions late, the fusion block, and one pending update."""
     coordinator = open_coordinator(folder, SimulatedClock(100.0))
     coordinator.begin(

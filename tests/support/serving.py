@@ -14,14 +14,14 @@ from typing import Any
 import httpx2
 
 from blocktrain.learning.compose import Model
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.runs.folder import create_run, publish, seal
 from conftest import tiny_config, train_model
 from support.command import start
 from support.waiting import PATIENCE
 
 
-def small_model(corpus: Corpus) -> Model:
+def small_model(corpus: TokenCorpus) -> Model:
     """Three blocks and a fusion block that learned a little: they write mostly letters."""
     config = tiny_config(
         blocks=4, context=32, batch=8, steps=40, learning_rate=2e-2, fusion_learning_rate=2e-2

@@ -13,7 +13,7 @@ import numpy as np
 from blocktrain.clock import SystemClock
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_identity

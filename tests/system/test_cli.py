@@ -20,7 +20,8 @@ from blocktrain.cli import app as cli
 from blocktrain.cli.environment import newest_unfinished
 from blocktrain.errors import RunError
 from blocktrain.learning.compose import build_block
-from blocktrain.learning.data import open_corpus
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.folder import RunFolder, open_run, publish
 from conftest import train_model
 from support.command import blocktrain
@@ -235,7 +236,7 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
         json.loads((tmp_path / "cut" / "result.json").read_text())["gap"] is not None
     )  # the reference was not forgotten
     config = open_run(tmp_path / "cut").config
-    corpus = open_corpus(str(text), None, tmp_path)
+    corpus = Source(str(text), None, tmp_path / "cache").open(tokenizer_of(config))
     blocks = train_model(config, corpus).select((1, 2, 3))
     for index, block in blocks.items():  # as the plain loop leaves them, never stopped
         publish(RunFolder(tmp_path / "whole"), index, block)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from blocktrain.learning.compose import Model, composition_of, context_predictors
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, evaluate
 from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.protocol.messages import BlockVersion
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def trained_run(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, corpus_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, corpus: TokenCorpus, corpus_folder: Path
 ) -> Iterator[WatchedCoordinator]:
     """Really trained, with a fusion block that has read an older version than the newest."""
     folder = tmp_path_factory.mktemp("prepared")
@@ -44,7 +45,7 @@ def trained_run(
     coordinator.close()
 
 
-def expected(coordinator: WatchedCoordinator, corpus: Corpus) -> dict[str, float]:
+def expected(coordinator: WatchedCoordinator, corpus: TokenCorpus) -> dict[str, float]:
     live = coordinator.run
 
     def model(pins: list[BlockVersion]) -> Model:
@@ -62,7 +63,7 @@ def expected(coordinator: WatchedCoordinator, corpus: Corpus) -> dict[str, float
     return {**{name.replace("_", "-"): ce for name, ce in found.items()}, "fused": fused}
 
 
-def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: Corpus) -> None:
+def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: TokenCorpus) -> None:
     coordinator = trained_run
     wanted = expected(coordinator, corpus)
     listener = Listener(kinds=("score",))
@@ -147,7 +148,7 @@ def alive(process: int) -> bool:
         return False
 
 
-def test_a_sample_is_taken_from_all_over_a_long_split(trained: Model, corpus: Corpus) -> None:
+def test_a_sample_is_taken_from_all_over_a_long_split(trained: Model, corpus: TokenCorpus) -> None:
     long = np.tile(corpus.valid, 4)
     context = trained.config.context
     whole = cross_entropies(context_predictors(trained), long, context)

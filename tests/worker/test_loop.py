@@ -19,7 +19,7 @@ from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import RunError, Unreachable
 from blocktrain.learning.compose import independent
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.train import Trainer, block_weights, read_state, write_state
 from blocktrain.protocol import messages as m
@@ -40,18 +40,18 @@ def place(tmp_path: Path, corpus_folder: Path) -> Iterator[Callable[..., WorkerR
         yield make
 
 
-def plain(config: Config, corpus: Corpus) -> list[Block]:
+def plain(config: Config, corpus: TokenCorpus) -> list[Block]:
     """What the plain loop gives, block by block."""
     blocks: dict[int, Block] = {}
     for index in range(1, config.blocks + 1):
         trainer = Trainer(config, index, independent(blocks) if config.reads(index) else [])
-        for _ in trainer.run(corpus.train, config.steps):
+        for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
             pass
         blocks[index] = trainer.block
     return list(blocks.values())
 
 
-def assert_plain(place: WorkerRun, corpus: Corpus) -> None:
+def assert_plain(place: WorkerRun, corpus: TokenCorpus) -> None:
     for index, block in enumerate(plain(place.config, corpus), start=1):
         found = place.weights(index)
         for name, tensor in block_weights(block).items():
@@ -64,7 +64,7 @@ def assert_plain(place: WorkerRun, corpus: Corpus) -> None:
     ids=["fuse", "denoise"],
 )
 def test_one_exact_worker_gives_the_bits_of_the_plain_loop(
-    place: Callable[..., WorkerRun], corpus: Corpus, changes: dict[str, Any]
+    place: Callable[..., WorkerRun], corpus: TokenCorpus, changes: dict[str, Any]
 ) -> None:
     here = place(Policy.exact(4), **changes)
     summary = here.worker().run()
@@ -96,7 +96,7 @@ class Disturbed:
     "when", ["before join", "before put_chunk", "after put_chunk", "before submit", "after submit"]
 )
 def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
-    place: Callable[..., WorkerRun], corpus: Corpus, when: str
+    place: Callable[..., WorkerRun], corpus: TokenCorpus, when: str
 ) -> None:
     here = place(Policy.exact(5), blocks=2)
     shared = when == "after submit"
@@ -128,7 +128,7 @@ def test_a_worker_that_is_killed_goes_on_to_the_same_bits(
 
 
 def test_another_worker_takes_over_a_shared_state(
-    place: Callable[..., WorkerRun], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: TokenCorpus
 ) -> None:
     here = place(Policy.exact(3), blocks=2)
     trained = threading.Event()
@@ -229,7 +229,7 @@ def test_nothing_of_a_refused_update_is_continued(
 
 
 def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
-    place: Callable[..., WorkerRun], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: TokenCorpus
 ) -> None:
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
@@ -250,7 +250,9 @@ def test_a_coordinator_that_is_away_is_waited_for_and_named_once(
     assert_plain(here, corpus)
 
 
-def test_a_worker_joins_again_on_request(place: Callable[..., WorkerRun], corpus: Corpus) -> None:
+def test_a_worker_joins_again_on_request(
+    place: Callable[..., WorkerRun], corpus: TokenCorpus
+) -> None:
     here = place(Policy.exact(5), compose="pool", blocks=1)
     client = Disturbed(LocalClient(here.coordinator))
     forgotten = [Refused(Code.UNKNOWN_WORKER), Refused(Code.MISSING_CHUNKS)]
@@ -309,7 +311,7 @@ def test_a_forged_receipt_is_not_believed(place: Callable[..., WorkerRun]) -> No
 
 
 def test_a_worker_that_finishes_its_task_leaves_and_comes_back(
-    place: Callable[..., WorkerRun], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: TokenCorpus
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     assert here.worker().run(finishing=lambda: bool(here.events("task"))).accepted == 1
@@ -325,7 +327,7 @@ def test_a_worker_that_finishes_its_task_leaves_and_comes_back(
 
 
 def test_a_damaged_copy_of_the_corpus_is_fetched_again(
-    place: Callable[..., WorkerRun], corpus: Corpus
+    place: Callable[..., WorkerRun], corpus: TokenCorpus
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(finishing=lambda: bool(here.events("task")))
@@ -363,7 +365,7 @@ def test_pieces_of_a_pending_update_do_not_count(
 
 @pytest.mark.parametrize("found_later", ["as it was", "damaged", "of another task"])
 def test_a_task_is_continued_where_its_worker_was_stopped(
-    place: Callable[..., WorkerRun], corpus: Corpus, found_later: str
+    place: Callable[..., WorkerRun], corpus: TokenCorpus, found_later: str
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(lambda: len(here.events("step")) == 6)  # in the middle of the second task

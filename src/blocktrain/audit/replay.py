@@ -22,10 +22,11 @@ from blocktrain.audit.evidence import AuditProgress, CheckName, Finding
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
-from blocktrain.learning.data import open_corpus
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.threads import limited_threads
-from blocktrain.learning.tokenizer import Ids, tokenizer_of
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import Trainer, block_weights, put_weights
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.ledger import UpdateBody
@@ -65,10 +66,10 @@ def retrain(
     uses = Counter(before for befores in needs.values() for before in befores)
     states: dict[int, _TaskState] = {}
     findings = list(_check_first_versions(config, run))
-    with limited_threads(), _corpus(config, run, read) as text:
+    with limited_threads(), _corpus(config, run, read) as corpus:
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
-            problems, state = _retrain_update(update, config, text, states, read)
+            problems, state = _retrain_update(update, config, corpus, states, read)
             findings += [
                 Finding(name, entry, f"{sentence}{_device_note(joins, update, name)}")
                 for name, sentence in problems
@@ -87,12 +88,12 @@ def _parents(update: UpdateBody) -> set[int]:
 
 
 @contextmanager
-def _corpus(config: Config, run: ledger.RunFacts, read: Read) -> Iterator[Ids]:
+def _corpus(config: Config, run: ledger.RunFacts, read: Read) -> Iterator[TokenCorpus]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.txt").write_bytes(read(run.corpus.train))
         (folder / "valid.txt").write_bytes(read(run.corpus.valid))
-        yield open_corpus(name, None, folder).encode(tokenizer_of(config)).train
+        yield Source(name, None, folder / "cache").open(tokenizer_of(config))
 
 
 def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
@@ -109,7 +110,11 @@ def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Find
 
 
 def _retrain_update(
-    update: UpdateBody, config: Config, text: Ids, states: Mapping[int, _TaskState], read: Read
+    update: UpdateBody,
+    config: Config,
+    corpus: TokenCorpus,
+    states: Mapping[int, _TaskState],
+    read: Read,
 ) -> tuple[list[tuple[CheckName, str]], _TaskState | None]:
     """Train an update again, and compare the result with what was sent."""
     order, sent = update.order, update.submission
@@ -119,7 +124,7 @@ def _retrain_update(
             _state_of(states, sent.continued.optimizer),
             _state_of(states, sent.continued.residual),
         )
-        trainer, losses = _train(update, config, text, parent, read)
+        trainer, losses = _train(update, config, corpus, parent, read)
         payload, rest = _payload(order, trainer, residual, read)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
@@ -149,7 +154,7 @@ def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState 
 
 
 def _train(
-    update: UpdateBody, config: Config, text: Ids, parent: _TaskState | None, read: Read
+    update: UpdateBody, config: Config, corpus: TokenCorpus, parent: _TaskState | None, read: Read
 ) -> tuple[Trainer, list[float]]:
     order = update.order
     sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
@@ -159,7 +164,9 @@ def _train(
     trainer.restore(
         {} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()}
     )
-    losses = [loss for _, loss in trainer.run(text, order.start_step + update.submission.steps)]
+    batches = corpus.batches(config, order.stream)
+    end = order.start_step + update.submission.steps
+    losses = [loss for _, loss in trainer.run(batches, end)]
     return trainer, losses
 
 

@@ -20,7 +20,8 @@ from blocktrain.bench.transport.transport import PAPER, TransportOptions, plot_t
 from blocktrain.bench.transport.transport import measure as measure_transport
 from blocktrain.config import Config, make_config
 from blocktrain.errors import RunError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.processes import Job, run_jobs
 from blocktrain.runs.folder import read_json, write_json
 from blocktrain.terminal import JobBars, bar, console, rows_table
@@ -46,7 +47,8 @@ class QualityOptions:
 def quality(options: QualityOptions) -> BenchResult:
     """All rows for all seeds; leaves quality.json and quality.png in the folder."""
     options.source.require_outside(options.folder)
-    options.source.open().require(options.config(0).context)
+    config = options.config(0)
+    options.source.open(tokenizer_of(config)).require(config.context)
     setups = []
     for seed in options.seeds:
         folder = options.folder / f"seed-{seed}"
@@ -65,12 +67,12 @@ def quality(options: QualityOptions) -> BenchResult:
         setups.append(setup)
     seeds = [table.seed_rows(setup) for setup in setups]
     rows = table.mean_rows(seeds)
-    corpus = options.source.open()
+    corpus = options.source.open(tokenizer_of(options.config(options.seeds[0])))
     result = {
         **header(options.command, options.seeds[0]),
         "scale": options.scale,
         "data": corpus.name,
-        "valid_bytes": min(
+        "valid_tokens": min(
             len(corpus.valid), jobs_of.VALID_LIMIT[options.scale] or len(corpus.valid)
         ),
         "seeds": list(options.seeds),
@@ -97,7 +99,7 @@ def tune(options: QualityOptions) -> BenchResult:
     folder = options.folder / f"tune-{seed}"
     config = options.config(seed).replace(compose="fuse", objective="next")
     options.source.require_outside(options.folder)
-    options.source.open().require(config.context)
+    options.source.open(tokenizer_of(config)).require(config.context)
     _same_settings(folder, config, options.source)
     _run(tuning.block_jobs(folder, config, options.source), options.slots, "tuning")
     _run(tuning.fusion_jobs(folder, config, options.source), options.slots, "tuning fusion")
@@ -129,13 +131,14 @@ def step(command: str, seed: int, repeats: int) -> BenchResult:
 def transport(options: TransportOptions, command: str) -> BenchResult:
     """See `bench.transport`; leaves transport.json and transport.png in the folder."""
     options.source.require_outside(options.folder)
-    options.source.open().require(options.config(0).context)
+    config = options.config(0)
+    options.source.open(tokenizer_of(config)).require(config.context)
     with JobBars("transport", trials(options)) as bars:
         figures = measure_transport(options, bars.update)
     result = {
         **header(command, options.seeds[0]),
         "scale": options.scale,
-        "data": options.source.open().name,
+        "data": options.source.name,
         "valid_bytes": options.sizes.valid_bytes,
         **figures,
         "paper": {part: PAPER[part] for part in (*options.parts, "differs")},
@@ -204,7 +207,7 @@ def _same_settings(folder: Path, config: Config, source: Source) -> None:
         {
             "fingerprint": config.fingerprint,
             "data": source.spec,
-            "text": list(source.open().hashes),
+            "text": source.open(tokenizer_of(config)).index.hash,
         },
     )
     if not marker.exists():

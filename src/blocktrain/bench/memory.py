@@ -17,6 +17,7 @@ from blocktrain.bench.machine import random_text
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, build_independent
+from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.train import REFERENCE, Trainer
 
@@ -110,7 +111,9 @@ def _measure_bytes(trainer: Trainer) -> dict[str, int]:
     own = storages([*_constants([trainer.block]), trainer.table])
     activations = SavedActivations(own | storages(_constants(trainer.sources)))
     with activations.hooks():
-        for _ in trainer.run(random_text(c.seed, 64 * (c.context + 1)), trainer.step + 1):
+        text = random_text(c.seed, 64 * (c.context + 1))
+        batches = memory_batches(text, context=c.context, batch=c.batch)
+        for _ in trainer.run(batches, trainer.step + 1):
             pass
     sizes = {
         "optimizer": sum(storages(trainer.moments().values()).values()),

@@ -16,6 +16,7 @@ from blocktrain.config import Config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import build_independent
 from blocktrain.learning.optimizer import Optimizers
+from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import Bytes
 from blocktrain.learning.train import Trainer, pick_device
@@ -45,7 +46,8 @@ def measure_step(
     c = base.replace(seed=seed, steps=WARMUP + repeats)
     corpus = random_text(seed, max(CORPUS_BYTES, 2 * c.context))
     with limited_threads():
-        worker: Iterator[object] = Trainer(c, 1).run(corpus, c.steps)
+        batches = memory_batches(corpus, context=c.context, batch=c.batch, seed=seed)
+        worker: Iterator[object] = Trainer(c, 1).run(batches, c.steps)
         bare: Iterator[object] = bare_loop(c, corpus)
         for _ in range(WARMUP):
             next(worker)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from blocktrain.errors import RunError
 
 if TYPE_CHECKING:
-    from blocktrain.learning.data import Source
+    from blocktrain.learning.corpus.source import Source
 
 RUNS = Path("runs")
 OPERATOR_TOKEN = "operator.token"  # in the folder of a coordinator
@@ -31,7 +31,7 @@ def data_folder() -> Path | None:
 
 def source(data: str) -> Source:
     """The corpus of a command, not opened yet."""
-    from blocktrain.learning.data import Source
+    from blocktrain.learning.corpus.source import Source
 
     return Source(data, data_folder(), cache_folder())
 

@@ -141,8 +141,8 @@ class TrainRequest(NamedTuple):
 
 def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
-    from blocktrain.learning.data import absolute
-    from blocktrain.learning.tokenizer import cut_text, tokenizer_of
+    from blocktrain.learning.corpus.source import absolute, training_text
+    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import pick_device, require_compiler
     from blocktrain.learning.vocabulary import resolve
     from blocktrain.runs.folder import create_run, open_run
@@ -154,12 +154,13 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     device = pick_device(config.device)
     if config.compile:
         require_compiler(device)
-    text = source(data).open()
+    text = source(data)
     with bar("tokenizer") as progress:
-        config = resolve(config, lambda: cut_text(text.text.train), cache_folder(), progress)
+        config = resolve(config, lambda: training_text(text), cache_folder(), progress)
     tokenizer = tokenizer_of(config)
-    text.encode(tokenizer).require(config.context)
-    evaluated = text.limit_valid(eval_bytes).encode(tokenizer)
+    corpus = text.open(tokenizer)
+    corpus.require(config.context)
+    evaluated = corpus.limit_valid(eval_bytes, tokenizer)
     evaluated.require(config.context, "valid", advice=EVAL_ADVICE)
     reference = of_run.get("reference", False)
     if not isinstance(reference, bool) or not isinstance(of_run.get("data", ""), str):
@@ -174,7 +175,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
 
 def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
     """An unfinished run. It keeps its settings, but the reference may be added later."""
-    from blocktrain.learning.data import absolute
+    from blocktrain.learning.corpus.source import absolute
     from blocktrain.runs.folder import open_run, want_reference
 
     settings = open_run(out or newest_unfinished())
@@ -248,17 +249,18 @@ def evaluate(
     from blocktrain.terminal import bar, ce_table, console
 
     model = load_model(require_model(run), pick_device(device))
+    tokenizer = tokenizer_of(model.config)
     try:
-        corpus = source(read_manifest(run).data if data is None else data).open()
+        corpus = source(read_manifest(run).data if data is None else data).open(tokenizer)
     except CorpusError as error:
         raise (
             error if data is not None else CorpusError(f"{error}; name another text with --data")
         ) from None
-    tokens = corpus.limit_valid(eval_bytes).encode(tokenizer_of(model.config))
+    tokens = corpus.limit_valid(eval_bytes, tokenizer)
     tokens.require(model.config.context, "valid", advice=EVAL_ADVICE)
     with bar("evaluating") as progress:
         ce = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
-    sizes = {"valid_bytes": len(corpus.valid), "evaluated_bytes": len(tokens.text.valid)}
+    sizes = {"valid_bytes": corpus.valid_bytes, "evaluated_bytes": tokens.valid_bytes}
     if json_:
         models = {name: _units(nats) for name, nats in ce.items()}
         print(json.dumps({"data": corpus.name, **sizes, "models": models}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,26 @@ import torch
 import torch.nn.functional as F
 
 from blocktrain.learning.compose import MARGINAL_DRAWS, Model, Predictors
-from blocktrain.learning.data import rows_without_overlap
 from blocktrain.learning.model import IndependentBlock
 from blocktrain.learning.tokenizer import Ids
 
 Progress = Callable[[float], None]
 """Gets the share of the work that is done."""
+
+
+def rows_without_overlap(data: Ids, context: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(index of the first row, (rows, <= context + 1) ids).
+
+    Every token but the first is predicted exactly once.
+    """
+    full = (len(data) - 1) // context
+    for first in range(0, full, rows):
+        some = [
+            data[i * context : (i + 1) * context + 1] for i in range(first, min(first + rows, full))
+        ]
+        yield first, torch.from_numpy(np.stack(some).astype(np.int64))
+    if full * context < len(data) - 1:
+        yield full, torch.from_numpy(np.array(data[full * context :], dtype=np.int64)[None])
 
 
 @torch.no_grad()

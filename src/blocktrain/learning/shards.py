@@ -281,3 +281,13 @@ def batches(order: SequenceOrder, batch: int, open_shard: OpenShard, shift: int 
         return np.stack(rows).astype(np.int64)
 
     return read
+
+
+def memory_batches(ids: Ids, *, context: int, batch: int, seed: int = 0, block: int = 1) -> Batches:
+    """Batches of ids that are in memory, in the order of a corpus of one shard."""
+    shard = Shard(sha256="0" * 64, tokens=len(ids), bytes=len(ids))
+    source = TokenSource(name="memory", weight=1.0, shards=(shard,))
+    index = CorpusIndex(
+        name="memory", id_bytes=1, sources=(source,), calibration=(shard,), valid=(shard,)
+    )
+    return batches(SequenceOrder(index, context, seed, block), batch, lambda _: ids)

@@ -20,7 +20,6 @@ from torch import Tensor
 from blocktrain.config import Config, Schedule, require_device
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
-from blocktrain.learning import data
 from blocktrain.learning.compose import build_block, composition_of
 from blocktrain.learning.model import (
     Block,
@@ -31,7 +30,7 @@ from blocktrain.learning.model import (
 )
 from blocktrain.learning.objective import Draws, Loss
 from blocktrain.learning.optimizer import Optimizers
-from blocktrain.learning.tokenizer import Ids
+from blocktrain.learning.shards import Batches
 
 REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
@@ -129,7 +128,7 @@ class Trainer:
     index: int
     sources: Sequence[IndependentBlock] = ()
     step: int = 0
-    stream: int | None = None  # which order of the corpus is read; by default the block's own
+    stream: int | None = None  # which order of the corpus its batches have; by default its own
     seconds: float = field(default=0.0, init=False)  # of all its steps, also those before a stop
     block: Block = field(init=False)
     optimizer: Optimizers = field(init=False)
@@ -186,21 +185,18 @@ class Trainer:
         if self.fusion:
             self.fusion.readout.copy_from(self.sources)
 
-    def run(self, corpus: Ids, until: int) -> Iterator[tuple[int, float]]:
+    def run(self, batches: Batches, until: int) -> Iterator[tuple[int, float]]:
         """Train to step `until`; after every step yields (steps made, cross entropy)."""
         while self.step < until:
             began = time.monotonic()
-            loss = self._one_step(corpus)
+            loss = self._one_step(batches)
             self.step += 1
             self.seconds += time.monotonic() - began
             yield self.step, loss
 
-    def _one_step(self, corpus: Ids) -> float:
+    def _one_step(self, batches: Batches) -> float:
         c = self.config
-        stream = self.own_stream if self.stream is None else self.stream
-        tokens = data.batch(
-            corpus, seed=c.seed, stream=stream, step=self.step, batch=c.batch, context=c.context
-        )
+        tokens = torch.from_numpy(batches(self.step))
         self.block.zero_grad(set_to_none=True)
         loss = self._gradients(tokens)
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)

@@ -16,6 +16,8 @@ import torch
 
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import FolderInUse, RunError
+from blocktrain.learning.corpus.text import text_hashes
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 from blocktrain.protocol.tensors import unpack
@@ -130,7 +132,10 @@ def _coordinator(plan: TrainingPlan) -> Iterator[WatchedCoordinator]:
             )
         shutil.rmtree(state / "prepared", ignore_errors=True)
         corpus = coordinator.manifest().corpus
-        if plan.source.open().hashes != (corpus.train.sha256, corpus.valid.sha256):
+        if text_hashes(plan.corpus(), tokenizer_of(plan.config)) != (
+            corpus.train.sha256,
+            corpus.valid.sha256,
+        ):
             raise RunError(
                 f"{plan.source.spec} is not the text that this run began with: restore that text, "
                 "or start a new run"

@@ -6,8 +6,6 @@ process without loading torch itself.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +13,7 @@ from blocktrain.config import Config
 from blocktrain.processes import Channel, Job, run_jobs
 
 if TYPE_CHECKING:
-    from blocktrain.learning.data import Source
-    from blocktrain.learning.tokenizer import Ids
+    from blocktrain.learning.corpus.source import Source
 
 PIECE = 1 << 22  # bytes
 
@@ -27,16 +24,17 @@ def prepare(config: Config, source: Source, folder: Path) -> None:
     The folder, opened as a corpus, has the same parts as the source.
     """
     from blocktrain.learning.compose import build_block
+    from blocktrain.learning.corpus.text import write_texts
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import block_weights
     from blocktrain.protocol.tensors import pack
 
-    corpus = source.open()
-    corpus.encode(tokenizer_of(config)).require(config.context)
+    tokenizer = tokenizer_of(config)
+    corpus = source.open(tokenizer)
+    corpus.require(config.context)
     folder.mkdir(parents=True, exist_ok=True)
     # Opening train.txt cuts the calibration part off again.
-    _write(folder / "train.txt", (corpus.train, corpus.calibration))
-    _write(folder / "valid.txt", (corpus.valid,))
+    write_texts(corpus, tokenizer, folder)
     for index in range(1, config.blocks + 1):
         weights = pack(block_weights(build_block(config, index)))
         (folder / f"block-{index}.safetensors").write_bytes(weights)
@@ -53,16 +51,6 @@ def prepare_in_process(
 def _work(
     _: Channel, config: Config, data: str, data_dir: Path | None, cache_dir: Path, folder: Path
 ) -> None:
-    from blocktrain.learning.data import Source
+    from blocktrain.learning.corpus.source import Source
 
     prepare(config, Source(data, data_dir, cache_dir), folder)
-
-
-def _write(path: Path, parts: Iterable[Ids]) -> None:
-    # Under another name first: the source may be this very folder.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as out:
-        for part in parts:
-            for start in range(0, len(part), PIECE):
-                out.write(part[start : start + PIECE].tobytes())
-    partial.replace(path)

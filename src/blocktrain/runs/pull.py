@@ -17,7 +17,7 @@ from blocktrain.config import Config, make_config
 from blocktrain.errors import Damaged, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import build_block, composition_of
-from blocktrain.learning.data import open_corpus
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.model import Block
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import tokenizer_of
@@ -99,7 +99,7 @@ def pull(
         for index, pin in model.versions.items()
     }
     progress("pool weights")
-    corpus = open_corpus(data, None, out).encode(tokenizer_of(config))
+    corpus = Source(data, None, out / "state").open(tokenizer_of(config))
     with limited_threads():
         fit_and_seal(run, config, data, corpus.calibration)
     write_atomic(out / RECORD, write(PullRecord(run=manifest.run, blocks=blocks)))

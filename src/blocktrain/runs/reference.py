@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted, RunError
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.threads import THREADS, use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer
@@ -30,14 +31,13 @@ class TrainingPlan:
     threads: int = THREADS  # of each process, and of the evaluation at the end
     eval_bytes: int | None = None  # evaluate on the beginning of the valid part only
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> TokenCorpus:
         """The tokens that the model reads."""
-        return self.source.open().encode(tokenizer_of(self.config))
+        return self.source.open(tokenizer_of(self.config))
 
-    def eval_corpus(self) -> Corpus:
+    def eval_corpus(self) -> TokenCorpus:
         """The same, with the valid part that the result is measured on."""
-        text = self.source.open().limit_valid(self.eval_bytes)
-        return text.encode(tokenizer_of(self.config))
+        return self.corpus().limit_valid(self.eval_bytes, tokenizer_of(self.config))
 
 
 def train_reference(channel: Channel, plan: TrainingPlan) -> None:
@@ -52,7 +52,8 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
             channel.send(kind="state_lost")
     last_report = last_save = time.monotonic()
     losses: list[float] = []
-    for step, loss in trainer.run(plan.corpus().train, plan.config.steps):
+    batches = plan.corpus().batches(plan.config, trainer.own_stream)
+    for step, loss in trainer.run(batches, plan.config.steps):
         losses.append(loss)
         now = time.monotonic()
         if now - last_report > REPORT_SECONDS or step == plan.config.steps:

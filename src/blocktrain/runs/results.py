@@ -9,7 +9,7 @@ import torch
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import Model, composition_of
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import Progress, evaluate, evaluate_alone
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.noise import noise_levels
@@ -68,7 +68,7 @@ def fit_and_seal(
 def evaluate_run(
     folder: Path,
     model: Model,
-    corpus: Corpus,
+    corpus: TokenCorpus,
     *,
     draws: int,
     progress: Progress,
@@ -97,14 +97,14 @@ def _part(progress: Progress, number: int, count: int) -> Progress:
 
 
 def _measure(
-    plan: TrainingPlan, corpus: Corpus, model: Model, progress: Progress
+    plan: TrainingPlan, corpus: TokenCorpus, model: Model, progress: Progress
 ) -> dict[str, Any]:
     config = plan.config
     ce = evaluate_run(
         plan.run.folder, model, corpus, draws=1, progress=progress, threads=plan.threads
     )
     work = _training_costs(plan.run)
-    valid_bytes, eval_bytes = len(plan.source.open().valid), len(corpus.text.valid)
+    valid_bytes, eval_bytes = plan.corpus().valid_bytes, corpus.valid_bytes
     tokenizer = tokenizer_of(config)
     prompt = corpus.valid[: config.context // 2].tolist()
     sampler = Sampler(config.seed, temperature=0.8)
@@ -115,7 +115,7 @@ def _measure(
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
         "corpus": {
             "name": corpus.name,
-            "train_bytes": len(corpus.text.train),
+            "train_bytes": corpus.train_bytes,
             "valid_bytes": valid_bytes,
             # Only if --eval-bytes made it less.
             **({"evaluated_bytes": eval_bytes} if eval_bytes < valid_bytes else {}),

@@ -24,7 +24,8 @@ from typing import Any
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import Model, Predictors, build_block, composition_of
-from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, cross_entropies_of_rows, spread_rows
 from blocktrain.learning.model import Block
 from blocktrain.learning.pool import fit_pool_weights
@@ -63,11 +64,11 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         config = make_config({**request["config"], "device": "cpu"})
         blobs = read_blobs(request["store"])
-        corpus = _corpus(blobs, request["train"], request["valid"])
+        corpus = _corpus(config, blobs, request["train"], request["valid"])
         scores, count = score(
             config,
             blobs,
-            corpus.encode(tokenizer_of(config)),
+            corpus,
             request["newest"],
             request["features"],
             request["bytes"],
@@ -78,7 +79,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def score(
-    config: Config, blobs: BlobReader, corpus: Corpus, newest: Names, features: Names, limit: int
+    config: Config,
+    blobs: BlobReader,
+    corpus: TokenCorpus,
+    newest: Names,
+    features: Names,
+    limit: int,
 ) -> tuple[dict[str, float], int]:
     """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
 
@@ -118,12 +124,15 @@ def _model(config: Config, blobs: BlobReader, names: Names) -> Model:
     return composition.assemble(config, blocks)
 
 
-def _corpus(blobs: BlobReader, train: str, valid: str) -> Corpus:
+def _corpus(config: Config, blobs: BlobReader, train: str, valid: str) -> TokenCorpus:
     """The blobs as the two files of a corpus. They stay mapped after their names are gone."""
     with tempfile.TemporaryDirectory(prefix="blocktrain-score-") as folder:
         blobs.export(train, Path(folder) / "train.txt")
         blobs.export(valid, Path(folder) / "valid.txt")
-        return open_corpus(folder, None, Path(folder))
+        corpus = Source(folder, None, Path(folder) / "cache").open(tokenizer_of(config))
+        for shard in (*corpus.index.calibration, *corpus.index.valid):
+            corpus.open(shard)
+        return corpus
 
 
 def sample_cross_entropies(

@@ -14,7 +14,7 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.footprint import worker_memory
-from blocktrain.learning.data import Corpus
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
@@ -164,8 +164,7 @@ class Worker:
             blocks=self.config.blocks,
             corpus=reply.corpus.name,
         )
-        text = self._downloads.corpus(reply.corpus)
-        self.corpus: Corpus = text.encode(tokenizer_of(self.config))
+        self.corpus: TokenCorpus = self._downloads.corpus(reply.corpus, tokenizer_of(self.config))
         self.corpus.require(self.config.context)
         return reply
 
@@ -287,7 +286,8 @@ class Worker:
         order = task.order
         end = order.start_step + order.steps
         with HeartbeatThread(self._session, task) as heartbeat:
-            for step, loss in training.trainer.run(self.corpus.train, end):
+            batches = self.corpus.batches(self.config, order.stream)
+            for step, loss in training.trainer.run(batches, end):
                 losses.append(loss)
                 heartbeat.step, heartbeat.loss = step - order.start_step, loss
                 self._emit("step", block=order.block, task=order.task, step=step, of=end, loss=loss)

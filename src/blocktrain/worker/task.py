@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from blocktrain.config import Config
 from blocktrain.learning.compose import build_block, independent
-from blocktrain.learning.data import Corpus, open_corpus
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
+from blocktrain.learning.tokenizer import Tokenizer
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.compression import METHODS, compress, compress_weights
@@ -37,7 +39,7 @@ class Downloads:
         self._session, self._stopped = session, stopped
         self._cache, self._weights = cache, weights
 
-    def corpus(self, corpus: m.CorpusBlobs) -> Corpus:
+    def corpus(self, corpus: m.CorpusBlobs, tokenizer: Tokenizer) -> TokenCorpus:
         """The corpus of a run. Fetched once, also when several workers start together."""
         folder = corpus_folder(self._cache, corpus)
         folder.mkdir(parents=True, exist_ok=True)
@@ -48,8 +50,7 @@ class Downloads:
                 if not _is_intact(folder / name, blob):
                     (folder / name).unlink(missing_ok=True)
                 self._fetch(blob, folder / name)
-        opened = open_corpus(str(folder), None, self._cache)
-        return replace(opened, name=corpus.name)
+        return Source(str(folder), None, self._cache).open(tokenizer)
 
     def tensors(self, blob: m.Blob) -> Tensors:
         """Weights, after their bytes have been checked against their hash."""

@@ -18,7 +18,8 @@ from blocktrain.bench.serving.samples import judge_samples
 from blocktrain.config import PRESETS, Config
 from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import MARGINAL_DRAWS, Model, composition_of, independent
-from blocktrain.learning.data import Corpus, Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
 from blocktrain.learning.model import Block, IndependentBlock, build_independent
 from blocktrain.learning.pool import fit_pool_weights
@@ -100,9 +101,9 @@ class Setup:
         """Where a job leaves its numbers."""
         return self.folder / "results" / f"{job}.json"
 
-    def corpus(self) -> Corpus:
+    def corpus(self) -> TokenCorpus:
         """The tokens that all variants read."""
-        return self.source.open().encode(tokenizer_of(self.base))
+        return self.source.open(tokenizer_of(self.base))
 
     def valid(self) -> Ids:
         """What is evaluated."""
@@ -177,7 +178,8 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     name = "end_to_end" if index == REFERENCE else f"{variant}-{block_name(index)}"
     losses: list[float] = []
     version = version_beside(trainer.step, config.steps)
-    for step, loss in trainer.run(setup.corpus().train, config.steps):
+    batches = setup.corpus().batches(config, trainer.own_stream)
+    for step, loss in trainer.run(batches, config.steps):
         losses = [*losses[-99:], loss]
         if (
             variant == "fuse"

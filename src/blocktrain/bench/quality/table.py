@@ -13,8 +13,8 @@ import numpy as np
 from blocktrain.bench.quality.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
 from blocktrain.config import Config
 from blocktrain.learning.compose import build_block
-from blocktrain.learning.data import batch_offsets
 from blocktrain.learning.model import build_reference
+from blocktrain.learning.shards import CorpusIndex, SequenceOrder
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import block_name
 
@@ -29,7 +29,7 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
     )
     blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
     best = blocks.index(min(blocks)) + 1
-    row = partial(_row, setup, by_job, len(setup.source.open().train))
+    row = partial(_row, setup, by_job, setup.corpus().index)
     rows = [
         row("end_to_end", by_job["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
         row("single_block", statistics.mean(blocks), "pool", [1]),
@@ -62,7 +62,7 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
 def _row(
     setup: Setup,
     by_job: dict[str, Row],
-    size: int,
+    index: CorpusIndex,
     name: str,
     ce: float,
     variant: str,
@@ -70,6 +70,7 @@ def _row(
 ) -> Row:
     """Training seconds are summed over the blocks of a row; memory is of its largest process."""
     config = setup.config(variant)
+    density = sum(s.bytes for s in index.valid) / sum(s.tokens for s in index.valid)
     numbers = list(indices if indices is not None else range(1, config.blocks + 1))
     jobs = [
         by_job[
@@ -86,7 +87,7 @@ def _row(
         "seconds": round(sum(job["seconds"] for job in jobs), 1),
         "peak_mb": max(job["peak_mb"] for job in jobs),
         "million_parameters": round(sum(_count_parameters(config, i) for i in numbers) / 1e6, 3),
-        "distinct_mb": round(_distinct_bytes(setup, size, variant, numbers) / 1e6, 3),
+        "distinct_mb": round(_distinct_tokens(setup, index, variant, numbers) * density / 1e6, 3),
     }
 
 
@@ -96,16 +97,20 @@ def _count_parameters(config: Config, index: int) -> int:
     return sum(p.numel() for p in block.parameters())
 
 
-def _distinct_bytes(setup: Setup, size: int, variant: str, indices: list[int]) -> int:
-    """How many different bytes of a corpus of this size were trained on."""
+def _distinct_tokens(setup: Setup, index: CorpusIndex, variant: str, indices: list[int]) -> int:
+    """How many different tokens of a corpus were trained on."""
     config = setup.config(variant)
     streams = {1 if config.data_order == "shared" and i else i for i in indices}
-    draws = {"seed": config.seed, "batch": config.batch, "context": config.context}
-    starts = np.concatenate(
+    shards = [shard for source in index.sources for shard in source.shards]
+    ends = np.cumsum([shard.tokens for shard in shards])
+    begin = {shard: int(end) - shard.tokens for shard, end in zip(shards, ends, strict=True)}
+    starts = np.array(
         [
-            batch_offsets(size, stream=stream, step=step, **draws)
+            begin[place.shard] + place.offset
             for stream in streams
-            for step in range(config.steps)
+            for place in SequenceOrder(index, config.context, config.seed, stream).places(
+                0, config.steps * config.batch
+            )
         ]
     )
     length = config.context + 1

@@ -10,7 +10,7 @@ import torch
 from blocktrain.config import Config
 from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import composition_of, context_predictors, independent
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.evaluate import cross_entropies, evaluate_alone
 from blocktrain.learning.model import Block, IndependentBlock
 from blocktrain.learning.threads import use_threads
@@ -76,7 +76,8 @@ def _read_block(channel: Channel, folder: Path, config: Config, source: Source, 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
     use_threads()
     for step, loss in trainer.run(
-        source.open().encode(tokenizer_of(trainer.config)).train, trainer.config.steps
+        source.open(tokenizer_of(trainer.config)).batches(trainer.config, trainer.own_stream),
+        trainer.config.steps,
     ):
         if step % 10 == 0:
             channel.send(step=step, steps=trainer.config.steps, loss=loss)
@@ -102,7 +103,7 @@ def _try(
             for n in range(1, base.independent + 1)
         }
     block = _train(channel, Trainer(config, index, independent(blocks)), source)
-    calibration = source.open().encode(tokenizer_of(config)).calibration
+    calibration = source.open(tokenizer_of(config)).calibration
     if isinstance(block, IndependentBlock):
         ce = evaluate_alone(block, calibration, config.context)
     else:

@@ -21,9 +21,10 @@ from blocktrain.bench.serving.answers import Prompt, Way, quantile, take_prompts
 from blocktrain.bench.serving.stages import StageProcess, links, names, split, stages
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, RunError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.generate import Mode
 from blocktrain.learning.threads import limited_threads
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.folder import read_manifest, write_json
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.entry.entry import Entry
@@ -122,7 +123,7 @@ def failover(options: FailoverOptions, command: str) -> BenchResult:
         cases, no_replica = asyncio.run(_measure(options, config, processes, lines, bars.update))
     result = {
         **header(command, options.seed),
-        "data": options.source.open().name,
+        "data": options.source.name,
         "rtt_ms": options.link.rtt_ms,
         "mbit": options.link.mbit,
         "replicas": REPLICAS,
@@ -169,7 +170,7 @@ async def _measure(
         for host in hosts:
             _notice(host)
         harms: list[Harm] = [KILL] * options.kills + [BLACKHOLE] * options.blackholes
-        valid = options.source.open().valid
+        valid = options.source.open(tokenizer_of(config)).valid
         prompts = take_prompts(
             valid, len(harms) + 1, min(32, config.context // 4), options.output, options.seed
         )

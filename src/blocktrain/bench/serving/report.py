@@ -15,7 +15,8 @@ from blocktrain.bench.serving.first_byte import measure_first_byte
 from blocktrain.bench.serving.serving import PARTS, ServingOptions, Subject, measure_serving
 from blocktrain.config import make_config
 from blocktrain.errors import RunError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.folder import block_name, create_run, open_run, write_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
@@ -45,7 +46,7 @@ def serving(options: ServingOptions, run: Path | None, command: str, slots: int)
     result = {
         **header(command, options.seed),
         "scale": options.scale,
-        "data": options.source.open().name,
+        "data": options.source.name,
         "hosts": options.hosts,
         "mbit": options.mbit,
         "prompt_bytes": subject.prompt,
@@ -85,7 +86,7 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
         plan = TrainingPlan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:
             train_blocks(plan, lambda index, step, loss: bars.update(block_name(index), step, loss))
-        fit_and_seal(run, config, source.spec, source.open().calibration)
+        fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
     return folder
 
 

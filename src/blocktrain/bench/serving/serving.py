@@ -42,10 +42,11 @@ from blocktrain.bench.serving.exactness import Agreement, compare, open_fan_mode
 from blocktrain.bench.serving.stages import StageProcess, count_bytes, links, names, split, stages
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.evaluate import text_bits
 from blocktrain.learning.generate import Drafter, Sampler
 from blocktrain.learning.threads import limited_threads
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import ModelManifest, file_sha256, load_independent, read_manifest
 from blocktrain.runs.served import RunModel
@@ -157,7 +158,11 @@ class Subject:
             self.options.sizes.quality_texts, self.options.sizes.prompts, self.options.sizes.users
         )
         return take_prompts(
-            self.options.source.open().valid, count, self.prompt, self.output, self.options.seed
+            self.options.source.open(tokenizer_of(self.config)).valid,
+            count,
+            self.prompt,
+            self.output,
+            self.options.seed,
         )
 
     def numbers(self, way: Way, rtt_ms: float) -> range:
@@ -283,7 +288,7 @@ async def _near(
         async with open_fan_model(subject.run, route) as fan_model:
             texts = await _texts(subject, entry, partial(_share, report, "texts"))
             prompts = take_prompts(
-                options.source.open().valid,
+                options.source.open(tokenizer_of(subject.config)).valid,
                 options.sizes.texts,
                 subject.prompt,
                 0,

@@ -26,7 +26,7 @@ from blocktrain.bench.transport.trial import (
 )
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator.policy import Policy
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.protocol.compression import METHODS
 
 BenchPart = Literal["replay", "workers", "hosts", "ladder", "outer"]

@@ -25,7 +25,7 @@ from blocktrain.bench.network.namespaces import enter
 from blocktrain.bench.network.shaper import Link
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
-from blocktrain.learning.data import Source
+from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.threads import limited_threads, use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
@@ -114,7 +114,7 @@ def _evaluate(trial: Trial, coordinator: WatchedCoordinator, name: str) -> dict[
     folder = trial.folder / name
     pull(LocalClient(coordinator), folder)
     model = load_model(folder, torch.device("cpu"))
-    tokens = trial.source.open().encode(tokenizer_of(model.config))
+    tokens = trial.source.open(tokenizer_of(model.config))
     with limited_threads():
         return evaluate(model, tokens.valid[: trial.valid_bytes])
 

@@ -212,15 +212,19 @@ def hash_of_file(path: Path) -> str:
 
 def corpus_hashes(spec: str, data_folder: Path | None, cache: Path) -> tuple[str, str]:
     """The hashes of the two parts of a corpus on this machine, as a run would name them."""
-    from blocktrain.learning.data import open_corpus
+    from blocktrain.learning.corpus.source import Source
+    from blocktrain.learning.corpus.text import text_hashes
+    from blocktrain.learning.tokenizer import ByteTokenizer
 
-    return open_corpus(spec, data_folder, cache).hashes
+    tokenizer = ByteTokenizer()
+    return text_hashes(Source(spec, data_folder, cache).open(tokenizer), tokenizer)
 
 
 def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
     """The median of some real training steps of block 1 on random text."""
     import numpy as np
 
+    from blocktrain.learning.shards import memory_batches
     from blocktrain.learning.threads import limited_threads
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import Trainer
@@ -231,7 +235,8 @@ def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
     )
     times: list[float] = []
     with limited_threads() if device == "cpu" else nullcontext():
-        steps = Trainer(config.replace(device=device), 1).run(text, STEPS + 1)
+        batches = memory_batches(text, context=config.context, batch=config.batch)
+        steps = Trainer(config.replace(device=device), 1).run(batches, STEPS + 1)
         next(steps)  # the first one sets things up
         began = last = clock.monotonic()
         for _ in islice(steps, STEPS):

@@ -1,0 +1,140 @@
+"""A prepared corpus on the disk: ids of its parts, and batches in a block's order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from blocktrain.config import Config
+from blocktrain.errors import CorpusError
+from blocktrain.learning.corpus.tokenize import INDEX
+from blocktrain.learning.corpus.writer import byte_lengths, open_ids, shard_path
+from blocktrain.learning.shards import (
+    Batches,
+    CorpusIndex,
+    SequenceOrder,
+    Shard,
+    batches,
+    read_index,
+)
+from blocktrain.learning.tokenizer import Ids, Tokenizer
+
+OPEN_SHARDS = 8  # maps at a time; an order reads one shard of each source at a time
+
+
+class TokenCorpus:
+    """Three parts: what blocks train on, what pool weights are fitted on, what is evaluated.
+
+    Ids are memory-mapped. A shard is compared with its hash when it is first opened.
+    """
+
+    def __init__(self, index: CorpusIndex, folder: Path) -> None:
+        self.index, self.folder = index, folder
+        self._open: OrderedDict[str, Ids] = OrderedDict()
+        self._intact: set[str] = set()
+        self._limit: tuple[int, int] | None = None  # tokens and bytes of the valid part
+
+    @property
+    def name(self) -> str:
+        return self.index.name
+
+    def open(self, shard: Shard) -> Ids:
+        """The ids of a shard; CorpusError if it is not there or damaged."""
+        if shard.sha256 not in self._open:
+            ids = open_ids(self.folder, shard, self.index.dtype)
+            if shard.sha256 not in self._intact:
+                if hashlib.sha256(ids.data).hexdigest() != shard.sha256:
+                    raise CorpusError(
+                        f"shard {shard_path(self.folder, shard)} is damaged: it has another hash "
+                        f"than its name; delete {self.folder} to prepare the corpus again"
+                    )
+                self._intact.add(shard.sha256)
+            self._open[shard.sha256] = ids
+            if len(self._open) > OPEN_SHARDS + len(self.index.sources):
+                self._open.popitem(last=False)
+        self._open.move_to_end(shard.sha256)
+        return self._open[shard.sha256]
+
+    @property
+    def calibration(self) -> Ids:
+        return self._concatenate(self.index.calibration)
+
+    @property
+    def valid(self) -> Ids:
+        ids = self._concatenate(self.index.valid)
+        return ids if self._limit is None else ids[: self._limit[0]]
+
+    def _concatenate(self, shards: tuple[Shard, ...]) -> Ids:
+        if len(shards) == 1:
+            return self.open(shards[0])
+        return np.concatenate([self.open(shard) for shard in shards])
+
+    @property
+    def train_bytes(self) -> int:
+        """Of the text that blocks train on."""
+        return sum(shard.bytes for source in self.index.sources for shard in source.shards)
+
+    @property
+    def valid_bytes(self) -> int:
+        """Of the text that is evaluated."""
+        return (
+            sum(shard.bytes for shard in self.index.valid)
+            if self._limit is None
+            else self._limit[1]
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the valid part: turns nats per token into nats per byte."""
+        return self.valid_bytes / len(self.valid)
+
+    def batches(self, config: Config, block: int, shift: int = 0) -> Batches:
+        """Step -> batch, in the order of a block that begins `shift` batches later."""
+        order = SequenceOrder(self.index, config.context, config.seed, block)
+        return batches(order, config.batch, self.open, shift)
+
+    def limit_valid(self, size: int | None, tokenizer: Tokenizer) -> TokenCorpus:
+        """This corpus with a valid part of at most `size` bytes; None keeps all of it."""
+        if size is None or size >= self.valid_bytes:
+            return self
+        corpus = TokenCorpus(self.index, self.folder)
+        lengths, valid = byte_lengths(tokenizer), self.valid
+        if lengths is None:
+            corpus._limit = size, size
+        else:
+            ends = np.cumsum(lengths[valid[:size]])
+            count = int(np.searchsorted(ends, size, side="right"))
+            corpus._limit = count, int(ends[count - 1]) if count else 0
+        return corpus
+
+    def require(
+        self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context"
+    ) -> None:
+        """Refuse a corpus whose parts (all, or the named ones) do not fill one context."""
+        sizes = {
+            "train": max(shard.tokens for s in self.index.sources for shard in s.shards),
+            "calibration": sum(shard.tokens for shard in self.index.calibration),
+            "valid": len(self.valid),
+        }
+        for part in parts or tuple(sizes):
+            if sizes[part] < context + 1:
+                raise CorpusError(
+                    f"{self.name}: the {part} part has {sizes[part]} tokens, "
+                    f"fewer than one context of {context} + 1; {advice}"
+                )
+
+
+def is_prepared(folder: Path) -> bool:
+    return (folder / INDEX).is_file() and (folder / "shards").is_dir()
+
+
+def open_prepared(folder: Path) -> TokenCorpus:
+    """The corpus that was prepared in a folder."""
+    try:
+        content = (folder / INDEX).read_bytes()
+    except OSError as error:
+        raise CorpusError(f"cannot read {folder / INDEX}: {error.strerror or error}") from None
+    return TokenCorpus(read_index(content), folder)
