@@ -98,10 +98,12 @@ def run_jobs(
     on_message: Callable[[str, dict[str, Any]], None],
     again: str = "continue with --resume",
     stopped: Callable[[], bool] = lambda: False,
+    on_failure: Callable[[str, str], None] | None = None,
 ) -> None:
     """Run all jobs. If one fails, or on Ctrl-C, the others save and end, and it raises.
 
     `again` tells the user how to continue. `stopped` is Ctrl-C for those who run jobs in a thread.
+    With `on_failure`, which gets the name of a job that failed and why, the others go on.
     """
     table = _Table({job.name: job for job in jobs})
     context = multiprocessing.get_context("forkserver")
@@ -120,7 +122,7 @@ def run_jobs(
                 raise RunError(
                     f"these jobs wait for jobs that never run: {', '.join(table.waiting)}"
                 )
-            _collect(table, on_message, again)
+            _collect(table, on_message, again, on_failure)
     except KeyboardInterrupt:
         _end(table, on_message)
         raise Interrupted(f"stopped; everything up to here is saved: {again}") from None
@@ -165,7 +167,12 @@ def _no_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], again: str) -> None:
+def _collect(
+    table: _Table,
+    on_message: Callable[[str, dict[str, Any]], None],
+    again: str,
+    on_failure: Callable[[str, str], None] | None,
+) -> None:
     """Receive messages, and remove the jobs that have ended."""
     names = {running.connection: name for name, running in table.running.items()}
     for ready in wait(list(names), timeout=1.0):
@@ -176,11 +183,13 @@ def _collect(table: _Table, on_message: Callable[[str, dict[str, Any]], None], a
         except (EOFError, ConnectionResetError):
             running.process.join()
             del table.running[name]
-            if running.error or running.process.exitcode:
-                raise RunError(
-                    f"{name}: {running.error or _exit_sentence(running.process.exitcode, again)}"
-                ) from None
-            table.done.add(name)
+            if not running.error and not running.process.exitcode:
+                table.done.add(name)
+                continue
+            reason = running.error or _exit_sentence(running.process.exitcode, again)
+            if on_failure is None:
+                raise RunError(f"{name}: {reason}") from None
+            on_failure(name, reason)
             continue
         if "error" in message:
             running.error = message["error"]

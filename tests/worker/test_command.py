@@ -140,7 +140,7 @@ def test_without_a_terminal_every_event_is_a_line(
 
 def test_lines_of_outages_refusals_and_waits(capfd: pytest.CaptureFixture[str]) -> None:
     clock = SimulatedClock()
-    log = LogOutput(clock)
+    log = LogOutput(clock=clock)
     log.emit("away", reason="no answer from http://far")
     log.emit("back")
     log.emit("refused", block=1, task=7, reason="too late")

@@ -6,13 +6,14 @@ import json
 import shlex
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from blocktrain.cli.environment import cache_folder, data_folder
-from blocktrain.cli.flags import Ca, Json, Token, Yes
+from blocktrain.cli.environment import cache_folder, cores, data_folder
+from blocktrain.cli.flags import Ca, Json, Token, Yes, at_least
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.serving.line.address import is_loopback, parse_address
 
@@ -31,18 +32,53 @@ OperatorToken = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class DeviceFlags:
+    """On what a worker, or several at once, compute."""
+
+    device: Annotated[
+        str, Parameter(help="cpu, cuda, cuda:N, mps, or auto (the best there is).")
+    ] = "auto"
+    devices: Annotated[
+        str,
+        Parameter(
+            help="One worker process for each of these devices, as in 0,1 for the first two GPUs; "
+            "cpu stands for a core. They share the downloads and one display."
+        ),
+    ] = ""
+    cores: Annotated[
+        int, at_least(0, 1024), Parameter(help="So many more worker processes, each on one core.")
+    ] = 0
+
+    def several(self) -> list[str]:
+        """The devices of --devices and --cores; empty if neither is given."""
+        listed = [part.strip() for part in self.devices.split(",")] if self.devices else []
+        devices = [f"cuda:{part}" if part.isdecimal() else part for part in listed]
+        devices += ["cpu"] * self.cores
+        if devices and self.device != "auto":
+            raise ConfigError(
+                "--device is for one worker: name them all in --devices, "
+                f"as in --devices {self.device},cpu"
+            )
+        if self.cores > cores():
+            from blocktrain.terminal import warn
+
+            warn(f"--cores {self.cores}: this machine has {cores()}, so the workers share them")
+        return devices
+
+
 def worker(
     url: str,
     *,
     token: Token = "",
-    device: str = "auto",
+    where: Annotated[DeviceFlags | None, Parameter(name="*")] = None,
     memory: str = "",
     name: str = "",
     cache: Path | None = None,
     ca: Ca = None,
     json_: Json = False,
 ) -> None:
-    """Join a run and train one of its blocks.
+    """Join a run and train one of its blocks, or several with --devices or --cores.
 
     It only dials out, and may be stopped and started at any time. Ctrl-C finishes the task first;
     a second Ctrl-C leaves at once. Nothing that was acknowledged is lost either way.
@@ -51,10 +87,9 @@ def worker(
     ----------
     url
         The coordinator's address, as it printed it.
-    device
-        cpu, cuda, cuda:N, mps, or auto (the best there is).
     memory
-        How much training may use, for example 4GB; a block that needs more is refused.
+        How much training may use, for example 4GB; a block that needs more is refused. With
+        several workers: each of them.
     name
         The name of this machine in `status`.
     cache
@@ -62,7 +97,14 @@ def worker(
     """
     from blocktrain.worker.command import WorkerOptions, run_worker
 
-    options = WorkerOptions(url, token, device, memory, name, cache or cache_folder(), ca, json_)
+    flags = where or DeviceFlags()
+    options = WorkerOptions(
+        url, token, flags.device, memory, name, cache or cache_folder(), ca, json_
+    )
+    if devices := flags.several():
+        from blocktrain.worker.group import run_group
+
+        sys.exit(run_group(options, devices))
     sys.exit(run_worker(options))
 
 

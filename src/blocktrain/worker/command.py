@@ -10,13 +10,13 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.live import Live
@@ -55,25 +55,40 @@ class WorkerOptions:
 
 def run_worker(options: WorkerOptions) -> int:
     """Work until the run is finished or the user stops it; returns the exit code."""
-    device = str(pick_device(options.device))
-    if device == "cpu":
-        # The same bits as in an audit. A machine with many cores runs many workers instead:
-        # their threads would slow each other down.
-        use_threads()
-    memory = parse_bytes(options.memory) if options.memory else _machine_memory(device)
-    machine = Machine(device, memory, as_name(options.name or platform.node()))
-    client = HttpClient(options.url, options.token, ca=options.ca)
-    output = make_output(as_json=options.json)
-    try:
-        with own_identity(options.cache) as identity, output, stop_signals(output.emit) as stop:
-            worker = Worker(client, options.cache, identity, machine, output.emit)
-            worker.run(stop.now.is_set, stop.after_task.is_set)
-    finally:
-        client.close()
+    machine = machine_of(options)
+    with open_outputs([""], as_json=options.json) as outputs, stop_signals(outputs[""]) as stop:
+        work_on(machine, options, outputs[""], stop.now.is_set, stop.after_task.is_set)
     return 0
 
 
-def _machine_memory(device: str) -> int:
+def machine_of(options: WorkerOptions, workers: int = 1) -> Machine:
+    """What a worker has; `workers` share the device."""
+    device = str(pick_device(options.device))
+    memory = parse_bytes(options.memory) if options.memory else device_memory(device) // workers
+    return Machine(device, memory, as_name(options.name or platform.node()))
+
+
+def work_on(
+    machine: Machine,
+    options: WorkerOptions,
+    emit: EventHandler,
+    stopped: Callable[[], bool],
+    finishing: Callable[[], bool],
+) -> None:
+    """The work of one worker process."""
+    if machine.device == "cpu":
+        # The same bits as in an audit. A machine with many cores runs many workers instead:
+        # their threads would slow each other down.
+        use_threads()
+    client = HttpClient(options.url, options.token, ca=options.ca)
+    try:
+        with own_identity(options.cache) as identity:
+            Worker(client, options.cache, identity, machine, emit).run(stopped, finishing)
+    finally:
+        client.close()
+
+
+def device_memory(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -88,14 +103,15 @@ class StopRequest:
 
 
 @contextmanager
-def stop_signals(emit: EventHandler) -> Iterator[StopRequest]:
+def stop_signals(emit: EventHandler, seconds: float | None = None) -> Iterator[StopRequest]:
     """Ctrl-C finishes the task. A second one, or SIGTERM, stops at once.
 
-    If the work does not notice a stop in time, the process ends all the same: everything that
-    counts is on the disk. A signal handler interrupts code that may hold a lock, or that swallows
-    what is raised in it. So it only queues the signal, and a thread acts on it.
+    If the work does not notice a stop within `seconds`, the process ends all the same: everything
+    that counts is on the disk. A signal handler interrupts code that may hold a lock, or that
+    swallows what is raised in it. So it only queues the signal, and a thread acts on it.
     """
     stop, signals = StopRequest(), SimpleQueue[int | None]()
+    seconds = STOP_SECONDS if seconds is None else seconds
 
     def finish_task() -> None:
         with suppress(OSError):
@@ -108,7 +124,7 @@ def stop_signals(emit: EventHandler) -> Iterator[StopRequest]:
             if number == signal.SIGTERM or again:
                 stop.now.set()
                 try:
-                    if signals.get(timeout=STOP_SECONDS) is None:
+                    if signals.get(timeout=seconds) is None:
                         return
                 except Empty:
                     pass
@@ -131,35 +147,26 @@ def stop_signals(emit: EventHandler) -> Iterator[StopRequest]:
         signals.put(None)
 
 
-class WorkerOutput(Protocol):
-    """Where the events of a worker go."""
-
-    def __enter__(self) -> WorkerOutput: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def emit(self, kind: str, /, **fields: Any) -> None: ...
-
-
-def make_output(*, as_json: bool) -> WorkerOutput:
+@contextmanager
+def open_outputs(labels: Sequence[str], *, as_json: bool) -> Iterator[dict[str, EventHandler]]:
+    """Where the events of each worker go; a label is "" if there is only one."""
     if as_json:
-        return JsonOutput()
-    return TerminalOutput() if console.is_terminal else LogOutput()
+        yield {label: JsonOutput(label).emit for label in labels}
+    elif not console.is_terminal:
+        yield {label: LogOutput(label).emit for label in labels}
+    else:
+        with StatusLines(labels) as lines:
+            yield {label: TerminalOutput(lines, label).emit for label in labels}
 
 
 class JsonOutput:
     """Every event as a line of JSON on stdout; steps at most twice a second."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, label: str = "", clock: Clock | None = None) -> None:
+        self._label = {"name": label} if label else {}
         self._clock = clock or SystemClock()
         self._mutex = threading.Lock()
         self._last_step = 0.0
-
-    def __enter__(self) -> JsonOutput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         with self._mutex:
@@ -168,7 +175,7 @@ class JsonOutput:
                 if now - self._last_step < REPORT_SECONDS and fields["step"] < fields["of"]:
                     return
                 self._last_step = now
-            event = {"time": round(self._clock.time(), 3), "kind": kind, **fields}
+            event = {"time": round(self._clock.time(), 3), "kind": kind, **self._label, **fields}
             # In one piece: the process may be ended between a line and its newline.
             print(json.dumps(event) + "\n", end="", flush=True)
 
@@ -176,17 +183,12 @@ class JsonOutput:
 class LogOutput:
     """Every event but steps as a plain line with a timestamp on stderr, for logs of services."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, label: str = "", clock: Clock | None = None) -> None:
+        self._label = label
         self._clock = clock or SystemClock()
         self._mutex = threading.Lock()
         self._steps = 0  # of the current task
         self._last_wait = ("", 0.0)  # why, and when that was last logged
-
-    def __enter__(self) -> LogOutput:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         with self._mutex:
@@ -199,7 +201,7 @@ class LogOutput:
             if line := log_line(kind, fields, self._steps):
                 now = datetime.fromtimestamp(self._clock.time()).astimezone()
                 console.print(
-                    f"{now.isoformat(timespec='seconds')} {line}",
+                    f"{now.isoformat(timespec='seconds')} {_labelled(self._label, line)}",
                     highlight=False,
                     markup=False,
                     soft_wrap=True,
@@ -215,21 +217,46 @@ class LogOutput:
         return False
 
 
-class TerminalOutput:
-    """A status line of the current task, and a line for every event that a person should know."""
+class StatusLines:
+    """One line per worker at the bottom of the terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Sequence[str]) -> None:
         self._mutex = threading.Lock()
-        self._live = Live(Text("joining"), console=console, refresh_per_second=4, transient=True)
-        self._task: dict[str, Any] = {}
-        self._accepted = self._sent = 0
+        self._lines = dict.fromkeys(labels, "joining")
+        self._live = Live(self._text(), console=console, refresh_per_second=4, transient=True)
 
-    def __enter__(self) -> TerminalOutput:
+    def __enter__(self) -> StatusLines:
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
+
+    def update(self, label: str, line: str) -> None:
+        with self._mutex:
+            self._lines[label] = line
+            self._live.update(self._text())
+
+    def print(self, label: str, sentence: str) -> None:
+        """A line above them."""
+        self._live.console.print(_labelled(label, sentence), highlight=False, markup=False)
+
+    def _text(self) -> Text:
+        return Text("\n".join(_labelled(label, line) for label, line in self._lines.items()))
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label}: {text}" if label else text
+
+
+class TerminalOutput:
+    """A status line of the current task, and a line for every event that a person should know."""
+
+    def __init__(self, lines: StatusLines, label: str = "") -> None:
+        self._mutex = threading.Lock()
+        self._lines, self._label = lines, label
+        self._task: dict[str, Any] = {}
+        self._accepted = self._sent = 0
 
     def emit(self, kind: str, /, **fields: Any) -> None:
         with self._mutex:
@@ -239,8 +266,8 @@ class TerminalOutput:
             if kind in ("task", "step"):
                 self._task |= fields
             if line := sentence(kind, fields):
-                self._live.console.print(line, highlight=False, markup=False)
-            self._live.update(Text(self._status(kind, fields)))
+                self._lines.print(self._label, line)
+            self._lines.update(self._label, self._status(kind, fields))
 
     def _status(self, kind: str, fields: dict[str, Any]) -> str:
         totals = f"{self._accepted} updates accepted, {self._sent / 1e6:.1f} MB sent"
@@ -297,6 +324,8 @@ def sentence(kind: str, fields: dict[str, Any]) -> str:
         return f"lost the coordinator ({fields['reason']}); retrying until it is back"
     if kind == "back":
         return "the coordinator is back"
+    if kind == "failed":
+        return f"failed: {fields['reason']}"
     if kind in ("left", "leaving", "rejoin"):
         return str(fields["reason"])
     return ""
