@@ -426,7 +426,7 @@ def sentence(error: ValidationError) -> str:
     if unknown:
         parts.append(
             f"unknown setting {', '.join(unknown)}; "
-            f"known settings: {', '.join([*RUN_ONLY, *Config.model_fields])}"
+            f"known settings: {', '.join([*RUN_ONLY, 'size', *Config.model_fields])}"
         )
     return "; ".join(parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -559,7 +560,11 @@ def test_help_teaches_and_starts_fast(tmp_path: Path) -> None:
     began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     done = blocktrain("train", "--help", cwd=tmp_path)
     assert "Ctrl-C saves" in done.stdout
-    assert "--feature-dropout" in done.stdout
+    shown = set(re.findall(r"--[a-z][a-z-]*", done.stdout)) - {"--help-all"}
+    assert {"--data", "--size", "--tokenizer", "--steps", "--batch", "--device"} <= shown
+    assert len(shown) <= 20, "the settings that people change, no more"
+    everything = blocktrain("train", "--help-all", cwd=tmp_path).stdout
+    assert all(flag in everything for flag in (*shown, "--feature-dropout", "--width"))
     code = "import sys, blocktrain.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
         "the command line must not load torch to print help"

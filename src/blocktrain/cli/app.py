@@ -10,7 +10,7 @@ from collections.abc import Callable
 from cyclopts import App, CycloptsError, Group
 
 from blocktrain.cli import bench, coordinator, generate, run, serve, train
-from blocktrain.cli.flags import explain
+from blocktrain.cli.flags import HELP_ALL, explain
 from blocktrain.errors import (
     OUT_OF_MEMORY,
     BlockTrainError,
@@ -49,6 +49,7 @@ app = App(
     help="Train one language model together on machines that never meet, "
     "and serve it from those machines.",
     version_flags=["--version"],
+    help_flags=["--help", "-h", HELP_ALL],
 )
 bench_app = App(
     name="bench",

@@ -22,9 +22,10 @@ from blocktrain.cli.environment import (
     cache_folder,
     data_folder,
     new_run_folder,
+    read_config,
 )
 from blocktrain.cli.flags import Coordination, Json, SettingsFlags, Token, at_least, named_settings
-from blocktrain.config import Config, make_config, read_settings
+from blocktrain.config import Config, read_settings
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.errors import ConfigError
 from blocktrain.files import write_atomic
@@ -163,7 +164,9 @@ def _run_settings(
     if not isinstance(coordination, dict):
         raise ConfigError(f"{config}: [coordination] must be a table of settings")
     return RunRequest(
-        make_config({**from_file, **settings}), make_policy({**coordination, **policy}), corpus
+        read_config({**from_file, **settings}),
+        make_policy({**coordination, **policy}),
+        corpus,
     )
 
 

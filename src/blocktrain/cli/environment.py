@@ -6,9 +6,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from blocktrain.config import TOKENIZERS, Config, bpe_size
 from blocktrain.errors import RunError
+from blocktrain.sizes import make_sized_config
 
 if TYPE_CHECKING:
     from blocktrain.learning.corpus.source import Source
@@ -27,6 +29,20 @@ def data_folder() -> Path | None:
     """Where named corpora are, if the user has them."""
     named = os.environ.get("BLOCKTRAIN_DATA")
     return Path(named) if named else None
+
+
+def read_config(settings: dict[str, Any], preset: str | None = None) -> Config:
+    """Settings as people name them, validated; a `size` stands for what it chooses."""
+    tokenizer = settings.get("tokenizer")
+    if settings.get("size") and isinstance(tokenizer, str):
+        make_sized_config({"tokenizer": tokenizer})  # a name that makes sense
+        if tokenizer not in TOKENIZERS and bpe_size(tokenizer) is None:
+            from blocktrain.learning.vocabulary import resolve_tokenizer
+
+            # Its file says how large the vocabulary is, and so how wide the model can be.
+            vocabulary = resolve_tokenizer(tokenizer, lambda: (), cache_folder()).vocabulary
+            settings = {"vocabulary": vocabulary, **settings}
+    return make_sized_config(settings, preset)
 
 
 def source(data: str) -> Source:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 from cyclopts import (
     Argument,
@@ -23,27 +24,59 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from blocktrain.config import DERIVED, Config, sentence
 from blocktrain.coordinator.policy import Policy
+from blocktrain.sizes import SIZES
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+HELP_ALL = "--help-all"
 
 
-def _optional(name: str, model: type[BaseModel], without: Collection[str]) -> Any:
-    """A model with the same fields, except `without`, each optional."""
+class RarePanel:
+    """Formats a panel of settings that few people change: one line, unless --help-all is given."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        from cyclopts.help.formatters import DefaultFormatter
+
+        if HELP_ALL in sys.argv:
+            DefaultFormatter()(console, options, panel)
+        else:
+            console.print(f"{panel.title}: {len(panel.entries)} more with {HELP_ALL}\n")
+
+
+def rare(title: str) -> Group:
+    """A group of flags that --help leaves to --help-all."""
+    return Group(title, help_formatter=RarePanel(), sort_key=2)
+
+
+RARE_FLAGS = rare("Flags that few people need")
+
+
+def flags_of(
+    name: str,
+    model: type[BaseModel],
+    groups: Mapping[str, Group],
+    *,
+    default: Group,
+    without: Collection[str] = (),
+    first: Mapping[str, Any] | None = None,
+) -> Any:
+    """The annotation of a command's parameter that takes the fields of a model as flags.
+
+    Each is optional. They stand in their groups, the others in the group `default`; `first` are
+    fields that the model does not have.
+    """
     fields = {
         key: (
-            Optional[field.annotation],  # noqa: UP045
+            Annotated[Optional[field.annotation], Parameter(group=groups.get(key, default))],  # noqa: UP045
             Field(default=None, description=f"{field.description} (default {field.default})"),
         )
         for key, field in model.model_fields.items()
         if key not in without
     }
-    return create_model(name, **fields)  # type: ignore[call-overload]
-
-
-def flags_of(name: str, title: str, model: type[BaseModel], without: Collection[str] = ()) -> Any:
-    """The annotation of a command's parameter that takes the fields of a model as flags."""
-    return Annotated[
-        Optional[_optional(name, model, without)],  # noqa: UP045
-        Parameter(name="*", group=Group(title), negative=()),
-    ]
+    optional: Any = create_model(name, **(first or {}), **fields)  # type: ignore[call-overload]
+    return Annotated[Optional[optional], Parameter(name="*", negative=())]  # noqa: UP045
 
 
 def at_least(least: float, most: float = math.inf) -> Parameter:
@@ -70,8 +103,35 @@ def _number(kind: type, tokens: Sequence[Word]) -> float:
         ) from None
 
 
+COMMON = (
+    "tokenizer",
+    "blocks",
+    "context",
+    "batch",
+    "steps",
+    "learning_rate",
+    "seed",
+    "device",
+)
+"""The settings that people change; --size chooses the rest."""
+_SETTINGS = Group("Settings (also as keys of --config FILE.toml)", sort_key=0)
+_RARE_SETTINGS = rare("Settings that --size chooses or few people change")
+_SIZE = (
+    Annotated[Optional[str], Parameter(group=_SETTINGS)],  # noqa: UP045
+    Field(
+        default=None,
+        description="Parameters of the whole model: "
+        f"{', '.join(SIZES)}. It chooses width, layers, heads, blocks, context, tokenizer, batch, "
+        "steps and rates by rules; a setting that is named wins.",
+    ),
+)
 SettingsFlags = flags_of(
-    "Flags", "Settings (also as keys of --config FILE.toml)", Config, without=DERIVED
+    "Flags",
+    Config,
+    dict.fromkeys(COMMON, _SETTINGS),
+    default=_RARE_SETTINGS,
+    without=DERIVED,
+    first={"size": _SIZE},
 )
 VARIES = (
     *DERIVED,
@@ -86,12 +146,19 @@ VARIES = (
 )
 Varied = flags_of(
     "VariedFlags",
-    "Settings of all variants (by default those of --scale; others as in train)",
     Config,
+    {},
+    default=Group("Settings of all variants (by default those of --scale; others as in train)"),
     without=VARIES,
 )
+_COORDINATION = Group(
+    "Coordination (also in the table coordination of --config FILE.toml)", sort_key=1
+)
 Coordination = flags_of(
-    "PolicyFlags", "Coordination (also in the table coordination of --config FILE.toml)", Policy
+    "PolicyFlags",
+    Policy,
+    dict.fromkeys(("compression", "replicas", "task_seconds", "tokens"), _COORDINATION),
+    default=rare("Coordination that few people change"),
 )
 Token = Annotated[
     str,

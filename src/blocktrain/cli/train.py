@@ -18,10 +18,12 @@ from blocktrain.cli.environment import (
     is_pulled,
     new_run_folder,
     newest_unfinished,
+    read_config,
     require_model,
     source,
 )
 from blocktrain.cli.flags import (
+    RARE_FLAGS,
     EvalBytes,
     Json,
     SettingsFlags,
@@ -30,8 +32,9 @@ from blocktrain.cli.flags import (
     at_least,
     named_settings,
 )
-from blocktrain.config import make_config, read_settings
+from blocktrain.config import read_settings
 from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
+from blocktrain.sizes import is_near_size
 
 if TYPE_CHECKING:
     from blocktrain.runs.folder import RunSettings
@@ -50,8 +53,8 @@ class TrainFlags:
             negative=(),
         ),
     ] = False
-    threads: Threads = 1
-    eval_bytes: EvalBytes = None
+    threads: Annotated[Threads, Parameter(group=RARE_FLAGS)] = 1
+    eval_bytes: Annotated[EvalBytes, Parameter(group=RARE_FLAGS)] = None
 
 
 def train(
@@ -60,7 +63,7 @@ def train(
     out: Path | None = None,
     resume: Yes = False,
     flags: Annotated[TrainFlags | None, Parameter(name="*")] = None,
-    preset: str | None = None,
+    preset: Annotated[str | None, Parameter(group=RARE_FLAGS)] = None,
     config: Path | None = None,
     settings: SettingsFlags = None,
     json_: Json = False,
@@ -150,7 +153,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
 
     from_file, of_run = read_settings(request.config)
     data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
-    config = make_config({**from_file, **request.settings}, request.preset)
+    config = read_config({**from_file, **request.settings}, request.preset)
     device = pick_device(config.device)
     if config.compile:
         require_compiler(device)
@@ -190,7 +193,9 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
         "config": request.config,
         **request.settings,
     }
-    current = {"data": settings.data, **settings.config.model_dump()}
+    size = request.settings.get("size")
+    near = size and is_near_size(settings.config, size)
+    current = {"data": settings.data, "size": near and size, **settings.config.model_dump()}
     if changed := [name for name, value in named.items() if value not in (None, current.get(name))]:
         raise ConfigError(
             f"a run keeps its settings: {', '.join(changed)} cannot change on --resume; "
