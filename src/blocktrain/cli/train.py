@@ -38,6 +38,7 @@ from blocktrain.sizes import is_near_size
 
 if TYPE_CHECKING:
     from blocktrain.runs.folder import RunSettings
+    from blocktrain.runs.texts import TextLosses
 
 EVAL_ADVICE = "use a longer text, a larger --eval-bytes or a smaller --context"
 
@@ -223,6 +224,7 @@ def evaluate(
     run: Path,
     *,
     data: str | None = None,
+    text: Path | None = None,
     draws: Annotated[int, at_least(1)] = 8,
     device: str = "cpu",
     threads: Threads = 1,
@@ -240,6 +242,9 @@ def evaluate(
         The run folder.
     data
         Corpus to evaluate on; by default the one the run was trained on.
+    text
+        Evaluate on this whole file instead of a valid split, from its first token on, as
+        evaluation harnesses do; a .jsonl has one text a line, as {"text": "..."}.
     draws
         Noise draws of the Monte-Carlo marginal of the Euler path.
     device
@@ -251,9 +256,19 @@ def evaluate(
     from blocktrain.learning.train import pick_device
     from blocktrain.runs.folder import load_model, read_manifest, valid_size
     from blocktrain.runs.results import evaluate_run
+    from blocktrain.runs.texts import evaluate_texts, read_texts
     from blocktrain.terminal import bar, ce_table, console
 
+    if text is not None and (data is not None or eval_bytes is not None):
+        raise ConfigError("--text is evaluated whole: leave out --data and --eval-bytes")
+    texts = read_texts(text) if text is not None else []  # first: the file may be no good
     model = load_model(require_model(run), pick_device(device))
+    if text is not None:
+        with bar("evaluating") as progress:
+            losses = evaluate_texts(
+                run, model, texts, draws=draws, threads=threads, progress=progress
+            )
+        return _show_losses(f"{run} on {text}", losses, json_)
     tokenizer = tokenizer_of(model.config)
     try:
         corpus = source(read_manifest(run).data if data is None else data).open(tokenizer)
@@ -277,6 +292,28 @@ def evaluate(
             "[dim]no Euler rows: the blocks were trained with objective=next "
             "and read no noised target[/]"
         )
+
+
+def _show_losses(title: str, losses: TextLosses, json_: bool) -> None:
+    from rich.markup import escape
+
+    from blocktrain.terminal import console, rows_table
+
+    sizes = {name: getattr(losses, name) for name in ("texts", "tokens", "bytes", "words")}
+    models = {name: losses.units(name) for name in losses.nats}
+    if json_:
+        return print(json.dumps({**sizes, "models": models}))
+    size = ", ".join(f"{count:,} {name}" for name, count in sizes.items())
+    rows = [
+        {"model": name, **{_short(unit): value for unit, value in units.items()}}
+        for name, units in models.items()
+    ]
+    console.print(rows_table(escape(f"{title}, {size}"), rows))
+
+
+def _short(unit: str) -> str:
+    """nats/byte, word ppl: so that a table fits a terminal."""
+    return unit.replace("_per_", "/").replace("_perplexity", " ppl")
 
 
 def _units(nats: float) -> dict[str, float | None]:

@@ -455,7 +455,7 @@ def write(
     draft: DraftSource = "first-block",
 ) -> Iterator[int]:
     """`count` tokens after the prompt, or fewer if the text ends, by a model in this process."""
-    if mode == "exact" and model.config.traits.topology != "fan":
+    if mode == "exact" and model.composition.traits.topology != "fan":
         raise ConfigError(NOT_EXACT)
     end = tokenizer_of(model.config).end_of_text
     text = Text(prompt, count, model.config.context, end)

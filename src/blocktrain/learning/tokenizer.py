@@ -71,6 +71,12 @@ class Tokenizer(ABC):
         return int(np.bincount(ids, minlength=self.vocabulary) @ self.byte_lengths)
 
     @property
+    def first_token(self) -> int:
+        """What a text is read after, so that its first token can be predicted, too."""
+        end = self.end_of_text
+        return int(self.encode(b"\n")[0]) if end is None else end
+
+    @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
         """The narrowest little-endian type that holds every id, in arrays and on the wire."""
         return np.dtype(np.min_scalar_type(self.vocabulary - 1)).newbyteorder("<")

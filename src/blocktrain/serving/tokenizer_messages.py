@@ -38,18 +38,11 @@ def end_text(tokenizer: Tokenizer) -> str:
     return "" if tokenizer.end_of_text is None else END_OF_TEXT
 
 
-def first_token(tokenizer: Tokenizer) -> int:
-    """What the first token of a text is read after: the end of another text, or a line break."""
-    if tokenizer.end_of_text is not None:
-        return tokenizer.end_of_text
-    return int(tokenizer.encode(b"\n")[0])
-
-
 def tokenize(content: bytes, tokenizer: Tokenizer, context: int) -> dict[str, Any]:
     """The ids of a text."""
     text = read_fields(content, TokenizeText, {}).prompt
     is_end = text and text == end_text(tokenizer)
-    ids = [first_token(tokenizer)] if is_end else tokenizer.encode(text.encode()).tolist()
+    ids = [tokenizer.first_token] if is_end else tokenizer.encode(text.encode()).tolist()
     return {"count": len(ids), "max_model_len": context, "tokens": ids}
 
 
