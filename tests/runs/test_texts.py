@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blocktrain.cli.train import evaluate
+from blocktrain.cli.evaluate import evaluate
 from blocktrain.errors import ConfigError, CorpusError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.corpus.token_corpus import TokenCorpus

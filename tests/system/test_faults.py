@@ -25,9 +25,9 @@ import pytest
 
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import open_folder
+from blocktrain.cli.evaluate import evaluate
 from blocktrain.cli.run import audit as audit_command
 from blocktrain.cli.run import pull
-from blocktrain.cli.train import evaluate
 from blocktrain.errors import StorageFailed, Unreachable
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused

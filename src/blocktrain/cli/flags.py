@@ -180,6 +180,7 @@ Threads = Annotated[
         "on idle cores, and may change the last bits of a result."
     ),
 ]
+EVAL_ADVICE = "use a longer text, a larger --eval-bytes or a smaller --context"
 EvalBytes = Annotated[
     int | None,
     at_least(1),

@@ -1,9 +1,8 @@
-"""Commands for a model on this machine: `train` and `evaluate`. (`generate`: generate.py.)"""
+"""The command `train`: all blocks of a model on this machine."""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -19,28 +18,24 @@ from blocktrain.cli.environment import (
     new_run_folder,
     newest_unfinished,
     read_config,
-    require_model,
     source,
 )
 from blocktrain.cli.flags import (
+    EVAL_ADVICE,
     RARE_FLAGS,
     EvalBytes,
     Json,
     SettingsFlags,
     Threads,
     Yes,
-    at_least,
     named_settings,
 )
 from blocktrain.config import read_settings
-from blocktrain.errors import ConfigError, CorpusError, Interrupted, RunError
+from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.sizes import is_near_size
 
 if TYPE_CHECKING:
     from blocktrain.runs.folder import RunSettings
-    from blocktrain.runs.texts import TextLosses
-
-EVAL_ADVICE = "use a longer text, a larger --eval-bytes or a smaller --context"
 
 
 @dataclass(frozen=True)
@@ -218,111 +213,3 @@ def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
     print(printable(sample) if sys.stdout.isatty() else sample)
     more = f"blocktrain generate {shlex.quote(str(folder))} --prompt 'def '"
     console.print(f"\nreport     {page}\nmore text  {more}", highlight=False, markup=False)
-
-
-def evaluate(
-    run: Path,
-    *,
-    data: str | None = None,
-    text: Path | None = None,
-    draws: Annotated[int, at_least(1)] = 8,
-    device: str = "cpu",
-    threads: Threads = 1,
-    eval_bytes: EvalBytes = None,
-    json_: Json = False,
-) -> None:
-    """Cross entropy of a trained run on its valid split.
-
-    Of the composed model and of each block; of the paper's path and the reference if the run has
-    them.
-
-    Parameters
-    ----------
-    run
-        The run folder.
-    data
-        Corpus to evaluate on; by default the one the run was trained on.
-    text
-        Evaluate on this whole file instead of a valid split, from its first token on, as
-        evaluation harnesses do; a .jsonl has one text a line, as {"text": "..."}.
-    draws
-        Noise draws of the Monte-Carlo marginal of the Euler path.
-    device
-        cpu, cuda, cuda:N, mps or auto.
-    """
-    from rich.markup import escape
-
-    from blocktrain.learning.tokenizer import tokenizer_of
-    from blocktrain.learning.train import pick_device
-    from blocktrain.runs.folder import load_model, read_manifest, valid_size
-    from blocktrain.runs.results import evaluate_run
-    from blocktrain.runs.texts import evaluate_texts, read_texts
-    from blocktrain.terminal import bar, ce_table, console
-
-    if text is not None and (data is not None or eval_bytes is not None):
-        raise ConfigError("--text is evaluated whole: leave out --data and --eval-bytes")
-    texts = read_texts(text) if text is not None else []  # first: the file may be no good
-    model = load_model(require_model(run), pick_device(device))
-    if text is not None:
-        with bar("evaluating") as progress:
-            losses = evaluate_texts(
-                run, model, texts, draws=draws, threads=threads, progress=progress
-            )
-        return _show_losses(f"{run} on {text}", losses, json_)
-    tokenizer = tokenizer_of(model.config)
-    try:
-        corpus = source(read_manifest(run).data if data is None else data).open(tokenizer)
-    except CorpusError as error:
-        raise (
-            error if data is not None else CorpusError(f"{error}; name another text with --data")
-        ) from None
-    tokens = corpus.limit_valid(eval_bytes, tokenizer)
-    tokens.require(model.config.context, "valid", advice=EVAL_ADVICE)
-    with bar("evaluating") as progress:
-        ce = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
-    sizes = {"valid_bytes": corpus.valid_bytes, "evaluated_bytes": tokens.valid_bytes}
-    if json_:
-        models = {name: _units(nats) for name, nats in ce.items()}
-        print(json.dumps({"data": corpus.name, **sizes, "models": models}))
-        return
-    title = f"{run} on {corpus.name}, {valid_size(**sizes)}"
-    console.print(ce_table(escape(title), ce))
-    if "euler" not in ce:
-        console.print(
-            "[dim]no Euler rows: the blocks were trained with objective=next "
-            "and read no noised target[/]"
-        )
-
-
-def _show_losses(title: str, losses: TextLosses, json_: bool) -> None:
-    from rich.markup import escape
-
-    from blocktrain.terminal import console, rows_table
-
-    sizes = {name: getattr(losses, name) for name in ("texts", "tokens", "bytes", "words")}
-    models = {name: losses.units(name) for name in losses.nats}
-    if json_:
-        return print(json.dumps({**sizes, "models": models}))
-    size = ", ".join(f"{count:,} {name}" for name, count in sizes.items())
-    rows = [
-        {"model": name, **{_short(unit): value for unit, value in units.items()}}
-        for name, units in models.items()
-    ]
-    console.print(rows_table(escape(f"{title}, {size}"), rows))
-
-
-def _short(unit: str) -> str:
-    """nats/byte, word ppl: so that a table fits a terminal."""
-    return unit.replace("_per_", "/").replace("_perplexity", " ppl")
-
-
-def _units(nats: float) -> dict[str, float | None]:
-    """A cross entropy in all units; JSON has no infinity, so null stands for it."""
-    from blocktrain.terminal import perplexity
-
-    units = {
-        "nats_per_byte": nats,
-        "bits_per_byte": nats / math.log(2),
-        "perplexity": perplexity(nats),
-    }
-    return {name: value if math.isfinite(value) else None for name, value in units.items()}
