@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # Half as many again as there are cores: much of what is tested waits for processes and sockets.
 TESTERS = $(shell $(VENV)/bin/python -c "from blocktrain.cli.environment import cores; print(cores() * 3 // 2)")
 
-.PHONY: install browser train test lint docs walk clean
+.PHONY: install browser train test lint docs dist walk clean
 
 install: $(STAMP)
 
@@ -40,9 +40,15 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
+# A source distribution and a wheel, in dist/. The wheel needs none of the development tools.
+dist: install
+	rm -rf dist build/lib build/bdist.*
+	$(VENV)/bin/python -m build --no-isolation --outdir dist
+	@ls -l dist
+
 # The files that one round of training and one request of serving pass, in order.
 walk: install
 	$(VENV)/bin/python tests/system/walk.py
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
