@@ -70,6 +70,11 @@ def folder(name: str) -> str:
     return name.rpartition("/")[0] or "ground"
 
 
+def leaves(name: str) -> bool:
+    """Whether a file is copied out of the package, to be used without it."""
+    return folder(name).endswith("/exported")
+
+
 def imported(node: ast.AST) -> Iterator[str]:
     """Full names of what one statement imports."""
     if isinstance(node, ast.Import):
@@ -132,13 +137,22 @@ def test_the_whole_package_is_here() -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_imports_go_downward_only(name: str) -> None:
     for node in ast.walk(TREES[name]):
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}: a relative import"
+        relative = isinstance(node, ast.ImportFrom) and bool(node.level)
+        assert not relative or leaves(name), f"{name}: a relative import"
         for full in imported(node):
             if full.split(".")[0] == "blocktrain":
                 other = module_of(full)
                 assert other and other != "__init__.py", f"{name} imports the package root"
                 mine, theirs = room(name), room(other)
                 assert mine == theirs or FLOORS[theirs] < FLOORS[mine], f"{name} imports {other}"
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if leaves(name)])
+def test_what_leaves_the_package_does_not_need_it(name: str) -> None:
+    for node in ast.walk(TREES[name]):
+        if not (isinstance(node, ast.ImportFrom) and node.level == 1):
+            for full in imported(node):
+                assert full.split(".")[0] in ("typing", "torch", "transformers"), full
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if room(name) in WITHOUT_TORCH])
@@ -168,7 +182,11 @@ def test_no_type_name_is_defined_twice() -> None:
 
 def test_no_module_is_there_for_tests_alone() -> None:
     used = {other for name in TREES for other in neighbours(name)}
-    left = {name for name in TREES if not name.endswith("__init__.py") and not runs_alone(name)}
+    left = {
+        name
+        for name in TREES
+        if not (name.endswith("__init__.py") or runs_alone(name) or leaves(name))
+    }
     assert left <= used, f"imported by tests alone, or by nobody: {sorted(left - used)}"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cyclopts import App, CycloptsError, Group
 
-from blocktrain.cli import bench, coordinator, evaluate, generate, run, serve, train
+from blocktrain.cli import bench, coordinator, evaluate, generate, huggingface, run, serve, train
 from blocktrain.cli.flags import HELP_ALL, explain
 from blocktrain.errors import (
     OUT_OF_MEMORY,
@@ -21,7 +21,12 @@ from blocktrain.errors import (
 
 Command = Callable[..., None]
 COMMANDS: dict[str, tuple[Command, ...]] = {
-    "On this machine": (train.train, evaluate.evaluate, generate.generate),
+    "On this machine": (
+        train.train,
+        evaluate.evaluate,
+        generate.generate,
+        huggingface.export,
+    ),
     "Across machines": (
         coordinator.coordinator,
         run.worker,

@@ -159,6 +159,12 @@ class JsonTokenizer(Tokenizer):
         """sha256 of the file."""
         return hashlib.sha256(self.content).hexdigest()
 
+    @property
+    def plain_json(self) -> str:
+        """A tokenizer.json that encodes as this class does: without a space in front, padding,
+        and tokens around a text."""
+        return str(self._library.to_str())
+
     def encode(self, text: bytes | Bytes) -> Ids:
         ids: list[Ids] = [np.zeros(0, self.dtype)]
         group: list[bytes] = []
@@ -268,7 +274,7 @@ def _token_bytes(
     if size > LARGEST_VOCABULARY:
         raise ConfigError(f"{name} has {size:,} tokens; at most {LARGEST_VOCABULARY:,} fit")
     byte_level = '"ByteLevel"' in json.dumps([rules.get("pre_tokenizer"), rules.get("decoder")])
-    spelled = _spell_bytes() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    spelled = spell_bytes() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
     if not all(text in ids for text in spelled):
         raise ConfigError(
             f"{name} does not give every text back: it has no tokens for single bytes; "
@@ -287,7 +293,7 @@ def _token_bytes(
     return tokens, [ids[text] for text in spelled]
 
 
-def _spell_bytes() -> list[str]:
+def spell_bytes() -> list[str]:
     """A printable character for every byte, as byte-level BPE writes them in its vocabulary."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -38,6 +38,9 @@ from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
 
 FORMAT = "blocktrain-model-2"
 CHAT_TEMPLATE = Path(__file__).parents[1] / "serving" / "chat_template.jinja"  # the default
+CARD_USAGE = """`block-N.safetensors` hold the weights, `config.json` the settings, the pool weights
+and the sha256 of every file. Use it with `blocktrain evaluate RUN` and
+`blocktrain generate RUN --prompt ...`, where RUN is the folder above this one."""
 TOKENIZER = "tokenizer.json"
 
 
@@ -288,9 +291,7 @@ Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"
 |---|---|---|
 {rows}
 
-`block-N.safetensors` hold the weights, `config.json` the settings, the pool weights and the sha256
-of every file. Use it with `blocktrain evaluate RUN` and `blocktrain generate RUN --prompt ...`,
-where RUN is the folder above this one.
+{CARD_USAGE}
 
 This is a small model trained on little text: it imitates its corpus and knows no facts.
 Sample at temperature {sample["temperature"]}:
