@@ -172,6 +172,13 @@ Ca = Annotated[
         help="Certificate (PEM) that signed the coordinator's own, if it is not a public one."
     ),
 ]
+Device = Annotated[
+    str,
+    Parameter(
+        help="cpu, cuda, cuda:N, mps or auto (the best there is). The same seed gives the same "
+        "text on devices of one kind."
+    ),
+]
 Threads = Annotated[
     int,
     at_least(1),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import Json, Threads, Yes, at_least
+from blocktrain.cli.flags import Device, Json, Threads, Yes, at_least
 from blocktrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def generate(
     ] = None,
     prompts: str = "",
     flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
+    device: Device = "cpu",
     threads: Threads = 1,
     raw: Yes = False,
     json_: Json = False,
@@ -114,13 +115,12 @@ def generate(
     if first is None:
         raise ConfigError(f"{prompts} has no prompts: every line is empty")
 
-    import torch
-
     from blocktrain.learning.threads import limited_threads
     from blocktrain.learning.tokenizer import tokenizer_of
+    from blocktrain.learning.train import pick_device
     from blocktrain.runs.folder import load_model
 
-    model = load_model(require_model(run), torch.device("cpu"))
+    model = load_model(require_model(run), pick_device(device))
     tokenizer = tokenizer_of(model.config)
     show = _show_json if json_ else _show_text
     raw = raw or not sys.stdout.isatty()

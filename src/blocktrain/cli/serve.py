@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import Json, Token, Yes, at_least
+from blocktrain.cli.flags import Device, Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
@@ -173,7 +173,8 @@ class RouteFlags:
         Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text."),
     ] = "fp32"
 
-    def entry(self, run: Path, *, reference: bool, threads: int) -> Entry:
+    def entry(self, run: Path, *, reference: bool, device: str, threads: int) -> Entry:
+        from blocktrain.learning.train import pick_device
         from blocktrain.runs.served import RunModel
         from blocktrain.serving.entry.entry import Entry
         from blocktrain.serving.entry.route import parse_route
@@ -185,7 +186,7 @@ class RouteFlags:
         )
         secret = read_key(self.key) if self.key else b""
         return Entry(
-            RunModel(require_model(run), reference=reference),
+            RunModel(require_model(run), reference=reference, device=pick_device(device)),
             stages,
             key=secret,
             tls=_client_tls(self.ca),
@@ -228,6 +229,7 @@ def serve(
     api: Annotated[ApiFlags | None, Parameter(name="*")] = None,
     answers: Annotated[AnswerFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
+    device: Device = "cpu",
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:
@@ -252,7 +254,7 @@ def serve(
     listen = api.parse()
 
     async def serving() -> None:
-        entry = hosts.entry(run, reference=reference, threads=threads)
+        entry = hosts.entry(run, reference=reference, device=device, threads=threads)
         try:
             name, template = run.resolve().name, answers.template(run)
             rules = api.rules(name, answers.defaults(entry), template)
@@ -377,6 +379,7 @@ def stage(
     blocks: str = "",
     post: Annotated[StageFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
+    device: Device = "cpu",
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:
@@ -400,6 +403,7 @@ def stage(
     host, port = post.parse()  # first: to import torch takes a while
 
     from blocktrain.learning.threads import use_threads
+    from blocktrain.learning.train import pick_device
     from blocktrain.runs.served import RunModel
     from blocktrain.serving.blocks import parse_blocks, serve_blocks
     from blocktrain.serving.stage.stage import Stage
@@ -408,7 +412,7 @@ def stage(
     guard = post.guard()
     allow_connections()
     use_threads(threads)
-    source = RunModel(require_model(run), reference=reference)
+    source = RunModel(require_model(run), reference=reference, device=pick_device(device))
     served = serve_blocks(source, parse_blocks(blocks))
 
     async def serving() -> None:

@@ -62,7 +62,7 @@ class Sampler:
 
     def scores(self, logits: Tensor, position: int) -> Scores:
         """log p / T + g of every token; at temperature 0 log p alone."""
-        logp: Scores = logits.double().log_softmax(-1).cpu().numpy()
+        logp: Scores = logits.cpu().double().log_softmax(-1).numpy()
         if self.temperature < COLDEST:
             return logp
         logp = logp / self.temperature
@@ -96,8 +96,8 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenS
 
     They are the model's own: temperature and top_p do not change them.
     """
-    logp = logits.double().log_softmax(-1)
-    chosen = logp.gather(-1, torch.tensor(tokens, device=logp.device)[:, None])[:, 0].tolist()
+    logp = logits.cpu().double().log_softmax(-1)
+    chosen = logp.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     best = logp.topk(min(top, logp.shape[-1]), dim=-1)
     return [
         TokenScore(token, logprob, tuple(zip(ids, values, strict=True)))

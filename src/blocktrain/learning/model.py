@@ -213,6 +213,10 @@ class Block(nn.Module):
             "rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self.rotation.device
+
     def new_cache(self) -> Cache:
         return Cache(self, 1)
 

@@ -32,7 +32,10 @@ def chat_template(folder: Path) -> ChatTemplate:
 class RunModel:
     """Reads files only when a block is asked for, and checks them against the model's hashes."""
 
-    def __init__(self, folder: Path, *, reference: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, reference: bool = False, device: torch.device = CPU
+    ) -> None:
+        self.device = device
         self._manifest = read_manifest(folder)
         self.config, self.reference = self._manifest.config, reference
         self.compose = "reference" if reference else self._manifest.compose
@@ -50,13 +53,13 @@ class RunModel:
         return {n: block for n, block in blocks.items() if isinstance(block, IndependentBlock)}
 
     def _load(self, numbers: Iterable[int]) -> dict[int, Block]:
-        return load_blocks(self._manifest, numbers, CPU)
+        return load_blocks(self._manifest, numbers, self.device)
 
     def load_readout(self) -> FanReadout:
         weights = self._manifest.pool_weights
-        pool = None if weights is None else torch.tensor(weights)
+        pool = None if weights is None else torch.tensor(weights, device=self.device)
         return composition_of(self.config, self.compose).readout(self.config, self._load, pool)
 
     def load_reference(self) -> IndependentBlock:
-        block = load_independent(self._manifest.run, self.config, REFERENCE, CPU)
+        block = load_independent(self._manifest.run, self.config, REFERENCE, self.device)
         return block.requires_grad_(False).eval()

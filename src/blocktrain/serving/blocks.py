@@ -67,6 +67,7 @@ class ServedBlocks(Protocol):
     """Some blocks of a model. `work` is called on one thread only."""
 
     facts: BlockFacts
+    device: torch.device  # what goes in must be there
     topology: Topology
     in_pieces: bool  # whether a RUN may be worked on in pieces, and with those of other sessions
     remembers: bool  # whether a RUN continues the ones before
@@ -113,8 +114,9 @@ class FanBlocks:
     def __init__(self, config: Config, blocks: Mapping[int, IndependentBlock], model: str) -> None:
         self.facts = _facts(config, "blocks", blocks, model)
         self.blocks = {number: _freeze(blocks[number]) for number in self.facts.blocks}
+        self.device = self.blocks[self.facts.blocks[0]].device
         self._noise = {
-            n: middle_noise(config, n, b.embed.device) if b.skip == "exact" else None
+            n: middle_noise(config, n, self.device) if b.skip == "exact" else None
             for n, b in self.blocks.items()
         }
 
@@ -165,6 +167,7 @@ class ReferenceLayers:
         each = config.layers_per_block
         reference.layers = nn.ModuleList(list(reference.layers)[(first - 1) * each : last * each])
         self.block = _freeze(reference)
+        self.device = reference.device
         self.first, self.last = first == 1, last == config.blocks
         self.state_width, self.pass_width = (0 if self.first else config.width), config.width
 
@@ -207,7 +210,8 @@ class EulerSteps:
         self.facts = _facts(config, "blocks", blocks, model)
         _require_neighbours(self.facts.blocks)
         self.blocks = {number: _freeze(blocks[number]) for number in self.facts.blocks}
-        self.table = target_table(config).to(next(iter(self.blocks.values())).embed.device)
+        self.device = self.blocks[self.facts.blocks[0]].device
+        self.table = target_table(config).to(self.device)
         self.last = self.facts.blocks[-1] == config.blocks
         self.state_width = self.pass_width = config.z_width
 
@@ -310,7 +314,7 @@ def local_features(
     start: int,
 ) -> Tensor:
     """Features (blocks, T, W) of ids from position `start` on, computed in this process."""
-    tokens = torch.tensor([list(ids)])
+    tokens = torch.tensor([list(ids)], device=served.device)
 
     def work(part: slice) -> Tensor:
         piece = tokens[:, part]

@@ -51,16 +51,17 @@ class DraftBlock:
         heads, size = block.heads, width // block.heads
         self._tables = block.embed.reshape(-1, width)  # (lookback * V, W)
         self._offsets = [block.vocabulary * back for back in range(block.embed.shape[0])]
-        self._query = torch.zeros(1, heads, MIN_ROWS, size)
+        device = block.device
+        self._query = torch.zeros(1, heads, MIN_ROWS, size, device=device)
         cosine, sine = block.rotation
         self._cosine, self._sine = (
             torch.cat([cosine, cosine], -1),
             torch.cat([-sine, sine], -1),
         )  # (positions, D)
         # A slice of it is the mask of a position: nothing to add up to its own slot, -inf beyond.
-        self._mask = torch.cat([torch.zeros(slots), torch.full((slots,), -torch.inf)])
+        self._mask = torch.cat([torch.zeros(slots), torch.full((slots,), -torch.inf)]).to(device)
         self._extra = (
-            block.noise_in(noise_features(middle_noise(config, number, block.embed.device)))[0]
+            block.noise_in(noise_features(middle_noise(config, number, device)))[0]
             if block.skip
             else None
         )
@@ -101,10 +102,9 @@ class DraftBlock:
         """(4, W), the token and those before it in row 0."""
         before = min(position, len(self._offsets) - 1)
         last = self.cache.ids[0, position - before : position + 1].tolist()
-        rows = self._tables[
-            [offset + token for offset, token in zip(self._offsets, reversed(last), strict=False)]
-        ]
-        x = torch.zeros(MIN_ROWS, rows.shape[-1])
+        at = [offset + token for offset, token in zip(self._offsets, reversed(last), strict=False)]
+        rows = self._tables[torch.tensor(at, device=self._tables.device)]
+        x = rows.new_zeros(MIN_ROWS, rows.shape[-1])
         for row in rows:
             x[0] += row
         if self._extra is not None:

@@ -25,8 +25,8 @@ from blocktrain.serving.line.stage_line import StageLost, StageRefused
 class Fusion:
     """The fusion block, or the pool, of one answer."""
 
-    def __init__(self, readout: FanReadout) -> None:
-        self.readout = readout
+    def __init__(self, readout: FanReadout, device: torch.device | None = None) -> None:
+        self.readout, self._device = readout, device
         self._cache = readout.new_cache()
         self._known: Tokens = ()
         self._present: tuple[bool, ...] = ()  # the blocks with which that was read
@@ -41,8 +41,9 @@ class Fusion:
         self, window: Tokens, first: int, features: Tensor, present: tuple[bool, ...]
     ) -> Tensor:
         """Logits (T, V) of the window from `first` on, from the features (N, T, W)."""
-        ids = torch.tensor([window[first:]])
-        mask = torch.tensor(present, dtype=torch.float32)[:, None]
+        ids = torch.tensor([window[first:]], device=self._device)
+        mask = torch.tensor(present, dtype=torch.float32, device=self._device)[:, None]
+        features = features.to(ids.device)
         if self._cache is not None:
             self._cache.truncate(first)
             self._known, self._present = window[:first], present
@@ -50,7 +51,7 @@ class Fusion:
             lambda part: self._answer(ids[:, part], features[:, None, part], mask), ids.shape[1]
         )[0]
         self._known = window
-        return logits
+        return logits.cpu()
 
     def _answer(self, ids: Tensor, features: Tensor, mask: Tensor) -> Tensor:
         return self.readout.combine(ids, features, mask, self._cache)
@@ -63,7 +64,7 @@ class FanSession:
         self._model = model
         self._failover = Failover(model, terms)
         self.tally = self._failover.tally
-        self._fusion = Fusion(model.readout)
+        self._fusion = Fusion(model.readout, model.local.device)
         self._epoch = 0
 
     async def prefill(self, window: Tokens) -> None:

@@ -92,22 +92,23 @@ class LocalEuler:
     """The paper's path in this process."""
 
     def __init__(self, model: RingModel) -> None:
-        self._model, self._table = model, target_table(model.config)
+        self._model, self._device = model, model.blocks[0].device
+        self._table = target_table(model.config).to(self._device)
 
     async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
         return await self._model.thread.run(
-            lambda: self._walk(torch.tensor([ids]), state, run)[0, -run.wanted :]
+            lambda: self._walk(torch.tensor([ids], device=self._device), state, run)
         )
 
     def _walk(self, tokens: Tensor, state: Tensor | None, run: frames.Run) -> Tensor:
         if state is None:
             raise ValueError("a walk of the path begins with noise")
-        z, logits = state[None], state
+        z, logits = state[None].to(self._device), state
         for number, block in enumerate(self._model.blocks, 1):
             logits, z = euler_hop(
                 self._model.config, number, block, self._table, tokens, z, tail=run.tail
             )
-        return logits
+        return logits[0, -run.wanted :].cpu()
 
     async def aclose(self) -> None:
         """Nothing to free."""
@@ -121,14 +122,15 @@ class LocalReference:
         self._cache = Cache(self._block, 1)
 
     async def __call__(self, ids: Tokens, run: frames.Run, state: Tensor | None) -> Tensor:
-        return await self._thread.run(lambda: self._read(torch.tensor([ids]), run))
+        return await self._thread.run(lambda: self._read(ids, run))
 
-    def _read(self, tokens: Tensor, run: frames.Run) -> Tensor:
+    def _read(self, ids: Tokens, run: frames.Run) -> Tensor:
+        tokens = torch.tensor([ids], device=self._block.device)
         self._cache.truncate(run.start)
         features = in_pieces(
             lambda part: self._block.features(tokens[:, part], cache=self._cache), tokens.shape[1]
         )
-        return self._block(features[:, -run.wanted :])[0]
+        return self._block(features[:, -run.wanted :])[0].cpu()
 
     async def aclose(self) -> None:
         """Nothing to free but memory."""

@@ -285,7 +285,9 @@ def tensor_bytes(tensor: Tensor, wire: Wire) -> memoryview:
     """The values as they are sent, if possible without a copy; fp16 clamps what it cannot hold."""
     if wire == "fp16":
         tensor = tensor.clamp(-LARGEST_HALF, LARGEST_HALF)
-    return tensor.detach().to(DTYPES[wire]).contiguous().view(-1).view(torch.uint8).numpy().data
+    return (
+        tensor.detach().to("cpu", DTYPES[wire]).contiguous().view(-1).view(torch.uint8).numpy().data
+    )
 
 
 def tensor_of(payload: Buffer, shape: tuple[int, ...], wire: Wire) -> Tensor:

@@ -142,6 +142,7 @@ class Compute:
 
     def _rows(self, work: Work, rows: int) -> Rows:
         session, run, width = work.session, work.run, self._blocks.state_width
+        device = self._blocks.device
         if session.memory is None:
             session.memory = self._blocks.fresh(session.blocks)
         start = len(work.payload) - run.count * session.id_bytes
@@ -152,7 +153,7 @@ class Compute:
             state = torch.frombuffer(
                 work.payload, dtype=DTYPES[session.wire], count=run.count * width
             )
-            state = state.view(1, run.count, width)[:, own].float()
+            state = state.view(1, run.count, width)[:, own].float().to(device)
         # Of the wanted positions those in this piece; a ring passes on all of them.
         wanted = run.count if session.forwards or not run.wanted else run.wanted
         here = max(0, min(rows, work.offset + rows - (run.count - wanted)))
@@ -160,7 +161,7 @@ class Compute:
             session.memory,
             session.blocks,
             run.start + work.offset,
-            ids[own][None],
+            ids[own][None].to(device),
             state,
             run.tail,
             here,
