@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 from cyclopts import App, CycloptsError, Group
 
-from blocktrain.cli import bench, coordinator, evaluate, generate, huggingface, run, serve, train
+from blocktrain.cli import (
+    bench,
+    coordinator,
+    evaluate,
+    generate,
+    huggingface,
+    plan,
+    run,
+    serve,
+    train,
+)
 from blocktrain.cli.flags import HELP_ALL, explain
 from blocktrain.errors import (
     OUT_OF_MEMORY,
@@ -28,6 +38,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         huggingface.export,
     ),
     "Across machines": (
+        plan.plan,
         coordinator.coordinator,
         run.worker,
         run.doctor,

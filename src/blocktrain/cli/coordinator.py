@@ -26,7 +26,7 @@ from blocktrain.cli.environment import (
 )
 from blocktrain.cli.flags import Coordination, Json, SettingsFlags, Token, at_least, named_settings
 from blocktrain.config import Config, read_settings
-from blocktrain.coordinator.policy import Policy, make_policy
+from blocktrain.coordinator.policy import Policy, make_policy, policy_for_size
 from blocktrain.errors import ConfigError
 from blocktrain.files import write_atomic
 from blocktrain.serving.line.address import is_loopback, parse_address
@@ -130,7 +130,7 @@ def coordinator(
 
     where = address or ListenFlags()
     host, port = where.parse()
-    request = _run_settings(config, data, named_settings(settings), named_settings(coordination))
+    request = read_request(config, data, named_settings(settings), named_settings(coordination))
     folder = out or new_run_folder(request.data)
     existed = folder.exists()
     was_empty = not existed or (folder.is_dir() and not any(folder.iterdir()))
@@ -155,19 +155,19 @@ def coordinator(
                 folder.mkdir(exist_ok=True)
 
 
-def _run_settings(
+def read_request(
     config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]
 ) -> RunRequest:
+    """What flags and a settings file say together; flags win."""
     from_file, of_run = read_settings(config)
     corpus = str(of_run.get("data", "stdlib")) if data is None else data
     coordination = from_file.pop("coordination", {})
     if not isinstance(coordination, dict):
         raise ConfigError(f"{config}: [coordination] must be a table of settings")
-    return RunRequest(
-        read_config({**from_file, **settings}),
-        make_policy({**coordination, **policy}),
-        corpus,
-    )
+    named = {**from_file, **settings}
+    chosen = read_config(named)
+    by_size = policy_for_size(chosen) if named.get("size") else {}
+    return RunRequest(chosen, make_policy({**by_size, **coordination, **policy}), corpus)
 
 
 def _require_same_run(running: WatchedCoordinator, request: RunRequest, folder: Path) -> None:

@@ -8,10 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blocktrain.config import Config, words
 from blocktrain.coordinator.merge import MergeOptions
-from blocktrain.coordinator.state import Options
+from blocktrain.coordinator.state import DAY, Options
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.compression import METHODS, Method
 from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from blocktrain.shapes import block_parameters
+
+USUAL_LINE = 100e6 / 8  # bytes a second
 
 
 class Policy(BaseModel):
@@ -90,6 +93,14 @@ class Policy(BaseModel):
         return MergeOptions(
             self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after
         )
+
+
+def policy_for_size(config: Config) -> dict[str, float]:
+    """What `--size` chooses: a task lasts ten times as long as its transfers over a usual line."""
+    per_parameter = 4.5  # bytes: the weights, and an update of four bits
+    transfers = per_parameter * block_parameters(config, 1) / USUAL_LINE
+    task_seconds = min(DAY / 3, max(20.0, float(f"{10 * transfers:.1e}")))
+    return {"task_seconds": task_seconds, "first_deadline": 3 * task_seconds}
 
 
 def make_policy(settings: dict[str, Any]) -> Policy:

@@ -1,0 +1,46 @@
+"""`blocktrain plan` as a command: its text, its JSON, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from support.command import blocktrain
+
+FLEET = """
+[[machine]]
+name = "desktops"
+count = 12
+device = "rtx4090"
+hours = 10
+
+[[machine]]
+name = "laptops"
+count = 3
+device = "cpu"
+memory = "1 GB"
+"""
+
+
+def test_a_plan_is_printed_before_anybody_starts(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    done = blocktrain("plan", "--size", "350M", "--fleet", "fleet.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("parameters in 8 blocks", "memory", "fetched for a task", "time to", "12 x desk"):
+        assert words in done.stdout
+    assert "3 x laptops" in done.stdout
+    assert "no: training a block takes" in done.stdout
+    assert list(tmp_path.iterdir()) == [tmp_path / "fleet.toml"], "a plan leaves nothing behind"
+
+
+def test_an_impossible_fleet_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    words = ["plan", "--size", "7B", "--batch", "512", "--fleet", "fleet.toml", "--json"]
+    done = blocktrain(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("blocktrain: this run is not possible: no machine has the memory")
+    assert done.stderr.count("\n") == 1
+    result = json.loads(done.stdout)
+    assert not result["possible"]
+    assert result["settings"]["batch"] == 512
+    assert [machine["fusion"] for machine in result["machines"]] == [False, False]
