@@ -20,10 +20,11 @@ from blocktrain.bench.transport.transport import PAPER, TransportOptions, plot_t
 from blocktrain.bench.transport.transport import measure as measure_transport
 from blocktrain.config import Config, make_config
 from blocktrain.errors import RunError
-from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.source import Source, training_text
 from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.vocabulary import resolve
 from blocktrain.processes import Job, run_jobs
-from blocktrain.runs.folder import read_json, write_json
+from blocktrain.runs.folder import read_json, write_json, write_tokenizer
 from blocktrain.terminal import JobBars, bar, console, rows_table
 
 
@@ -41,7 +42,8 @@ class QualityOptions:
 
     def config(self, seed: int) -> Config:
         """The scale's settings, overridden by the given ones."""
-        return make_config({**jobs_of.SCALES[self.scale], **self.settings, "seed": seed})
+        config = make_config({**jobs_of.SCALES[self.scale], **self.settings, "seed": seed})
+        return resolve(config, lambda: training_text(self.source), self.source.cache_dir)
 
 
 def quality(options: QualityOptions) -> BenchResult:
@@ -58,6 +60,8 @@ def quality(options: QualityOptions) -> BenchResult:
             options.source,
             jobs_of.VALID_LIMIT[options.scale],
             options.scale == "tiny",
+            jobs_of.OURS if options.scale == "small" else tuple(jobs_of.VARIANTS),
+            jobs_of.EQUAL_TIME if options.scale != "standard" else jobs_of.EQUAL_TIME[:1],
         )
         # Before anything is written, this refuses settings that some variant cannot have.
         jobs = jobs_of.jobs(setup)
@@ -211,6 +215,7 @@ def _same_settings(folder: Path, config: Config, source: Source) -> None:
         },
     )
     if not marker.exists():
+        write_tokenizer(folder, config)
         write_json(marker, setup)
     elif read_json(marker) != setup:
         raise RunError(

@@ -15,7 +15,7 @@ from blocktrain.errors import ConfigError
 
 def quality(
     *,
-    scale: Literal["tiny", "standard"] = "standard",
+    scale: Literal["tiny", "standard", "small"] = "standard",
     data: str | None = None,
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
     out: Path | None = None,
@@ -31,10 +31,11 @@ def quality(
     Parameters
     ----------
     scale
-        tiny (under a minute, to see it work) or standard (width 128, 8 layers in 4 blocks, 1,200
-        steps: about 40 minutes a seed on 2 cores).
+        tiny (under a minute, to see it work), standard (bytes, width 128, 8 layers in 4 blocks,
+        1,200 steps: about an hour a seed on 2 cores) or small (tokens of bpe:4096, about 10
+        million parameters, context 256: hours; without the rows of the paper).
     data
-        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+        Corpus; by default wikitext2, and stdlib at tiny scale.
     seed
         One or more seeds, e.g. --seed 0 1 2.
     out
@@ -50,7 +51,7 @@ def quality(
         raise ConfigError(
             f"seed {twice[0]} is named twice: means and spreads are of different seeds"
         )
-    data = ("wikitext2" if scale == "standard" else "stdlib") if data is None else data
+    data = ("stdlib" if scale == "tiny" else "wikitext2") if data is None else data
     folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
     options = commands.QualityOptions(
         folder, scale, source(data), seeds, named_settings(settings), cores(), command_line()

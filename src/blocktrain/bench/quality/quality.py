@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from blocktrain.runs.folder import (
     load_independent,
     publish,
     read_json,
+    read_tokenizer,
     write_json,
 )
 
@@ -56,8 +58,22 @@ SCALES: dict[str, dict[str, Any]] = {
         "steps": 60,
         "z_width": 32,
     },
+    "small": {
+        "tokenizer": "bpe:4096",
+        "width": 256,
+        "heads": 8,
+        "layers_per_block": 2,
+        "blocks": 4,
+        "context": 256,
+        "batch": 16,
+        "steps": 600,
+        "learning_rate": 1.8e-3,
+        "fusion_learning_rate": 7e-4,
+        "reference_learning_rate": 1e-3,
+    },
 }
-VALID_LIMIT = {"standard": None, "tiny": 16_384}
+VALID_LIMIT = {"standard": None, "tiny": 16_384, "small": 131_072}  # tokens
+COST_STEPS = 9  # of each kind, to compare their times
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
 STOPPED = "stopped; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
@@ -73,6 +89,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "beside": {"compose": "fuse"},
     "paper": PRESETS["paper"],
 }
+OURS = ("fuse", "pool")
+EQUAL_TIME = ("end_to_end", "single_block", "pool")
+"""Trained again, for as long as all blocks of `fuse` take together."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +103,15 @@ class Setup:
     source: Source
     valid_limit: int | None
     leakage: bool
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    equal_time: tuple[str, ...] = ()
 
     def config(self, variant: str) -> Config:
         """Settings of a variant; leakage variants are named by their lowest noise level."""
+        if variant.startswith("equal_"):
+            what = variant.removeprefix("equal_")
+            factor = self.work("fuse") / self.work(what)
+            return self.base.replace(compose="pool", steps=round(self.base.steps * factor))
         if variant.startswith("leakage_"):
             return self.base.replace(
                 **VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_"))
@@ -101,8 +126,17 @@ class Setup:
         """Where a job leaves its numbers."""
         return self.folder / "results" / f"{job}.json"
 
+    def work(self, row: str) -> float:
+        """Training time of a row at equal steps, as a multiple of the end-to-end model's."""
+        cost = read_json(self.result("costs"))
+        block, fusion = cost["block"] / cost["reference"], cost["fusion"] / cost["reference"]
+        blocks = self.base.blocks
+        times = {"end_to_end": 1.0, "single_block": block, "pool": blocks * block}
+        return times.get(row, (blocks - 1) * block + fusion)
+
     def corpus(self) -> TokenCorpus:
         """The tokens that all variants read."""
+        read_tokenizer(self.folder, self.base)  # a job is a process of its own
         return self.source.open(tokenizer_of(self.base))
 
     def valid(self) -> Ids:
@@ -123,10 +157,13 @@ def leakage_variant(setup: Setup, sigma: float) -> str:
 
 
 def jobs(setup: Setup) -> list[Job]:
-    """Everything one seed needs, longest first; what already has its result is left out."""
-    plan = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
+    """Everything one seed needs; what already has its result is left out."""
+    plan = [
+        Job("costs", measure_costs, (setup,)),
+        Job("end_to_end", train_job, (setup, "fuse", REFERENCE)),
+    ]
     leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
-    for variant in dict.fromkeys([*VARIANTS, *leakage]):
+    for variant in dict.fromkeys([*setup.variants, *leakage]):
         config = setup.config(variant)
         for index in range(1, config.blocks + 1):
             if twin(config, variant, index):
@@ -149,6 +186,7 @@ def jobs(setup: Setup) -> list[Job]:
         plan.append(
             Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs)))
         )
+    plan += _equal_time_jobs(setup)
     plan.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
     finished = {job.name for job in plan if setup.result(job.name).exists()}
     return [
@@ -156,6 +194,54 @@ def jobs(setup: Setup) -> list[Job]:
         for j in plan
         if j.name not in finished
     ]
+
+
+def _equal_time_jobs(setup: Setup) -> list[Job]:
+    """The trainings whose length is chosen by the time they take."""
+    plan = []
+    for row in setup.equal_time:
+        variant = f"equal_{row}"
+        blocks = {"end_to_end": [REFERENCE], "single_block": [1]}.get(
+            row, list(range(1, setup.base.blocks + 1))
+        )
+        training = [
+            Job(f"{variant}-{block_name(n)}", train_job, (setup, variant, n), after=("costs",))
+            for n in blocks
+        ]
+        after = tuple(job.name for job in training)
+        plan += [*training, Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after)]
+    return plan
+
+
+def measure_costs(channel: Channel, setup: Setup) -> None:
+    """Seconds of a step of the reference, a block and the fusion block.
+
+    Their steps take turns, so that other work on the machine slows all alike.
+    """
+    use_threads()
+    config = setup.config("fuse")
+    corpus = setup.corpus()
+    sources = [build_independent(config, n) for n in range(1, config.blocks)]
+    trainers = {
+        "reference": Trainer(config, REFERENCE),
+        "block": Trainer(config, 1),
+        "fusion": Trainer(config, config.blocks, sources),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for turn in range(COST_STEPS + 1):
+        for name, trainer in trainers.items():
+            before = trainer.seconds
+            batches = corpus.batches(config, trainer.own_stream)
+            for _ in trainer.run(batches, trainer.step + 1):
+                pass
+            if turn:  # the first step allocates
+                seconds[name].append(trainer.seconds - before)
+        _report_progress(channel, share=(turn + 1) / (COST_STEPS + 1))
+    ratios = {
+        name: median(s / r for s, r in zip(seconds[name], seconds["reference"], strict=True))
+        for name in trainers
+    }
+    _save(setup, "costs", ratios)
 
 
 def _job_name(config: Config, variant: str, index: int) -> str:
@@ -173,9 +259,10 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     if state.exists():
         trainer.load(state)
     if variant == "beside" and reads:
-        first = version_beside(trainer.step, config.steps)
-        trainer.read([_version(setup, config, n, first) for n in range(1, reads + 1)])
-    name = "end_to_end" if index == REFERENCE else f"{variant}-{block_name(index)}"
+        begun = version_beside(trainer.step, config.steps)
+        trainer.read([_version(setup, config, n, begun) for n in range(1, reads + 1)])
+    first = index == REFERENCE and variant == "fuse"
+    name = "end_to_end" if first else f"{variant}-{block_name(index)}"
     losses: list[float] = []
     version = version_beside(trainer.step, config.steps)
     batches = setup.corpus().batches(config, trainer.own_stream)
@@ -247,6 +334,8 @@ def _model(setup: Setup, variant: str) -> Model:
 def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     """Cross entropies of one variant on the whole valid split."""
     use_threads()
+    if variant in ("equal_end_to_end", "equal_single_block"):
+        return _evaluate_alone(channel, setup, variant)
     config, model = setup.config(variant), _model(setup, variant)
     result: dict[str, Any] = {}
     valid = setup.valid()
@@ -266,6 +355,20 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
         reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
         result["reference"] = evaluate_alone(reference, valid, config.context)
     _save(setup, f"evaluate-{variant}", result)
+
+
+def _evaluate_alone(channel: Channel, setup: Setup, variant: str) -> None:
+    """One model by itself: the reference, or a block."""
+    index = REFERENCE if variant == "equal_end_to_end" else 1
+    config = setup.config(variant)
+    block = load_independent(setup.run(variant), config, index, torch.device("cpu"))
+    ce = evaluate_alone(
+        block,
+        setup.valid(),
+        config.context,
+        progress=lambda share: _report_progress(channel, share=share),
+    )
+    _save(setup, f"evaluate-{variant}", {"ce": ce})
 
 
 def samples_job(channel: Channel, setup: Setup) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,20 @@ from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import block_name
 
 Row = dict[str, Any]
+PAPER_ROWS = (
+    ("paper", "paper", "euler"),
+    ("exact_euler", "exact", "euler"),
+    ("exact_marginal", "exact", "marginal"),
+    ("exact_pool", "exact", "pool"),
+)
+OTHER_ROWS = (("fuse_same_data", "same", "fuse"), ("fuse_beside", "beside", "fuse"))
 
 
 def seed_rows(setup: Setup) -> dict[str, Any]:
     """All rows of one finished seed, and what does not fit into rows."""
     by_job = results(setup)
-    fuse, pool, same, beside, paper, exact = (
-        by_job[f"evaluate-{v}"]["ce"] for v in ("fuse", "pool", "same", "beside", "paper", "exact")
-    )
+    ces = {variant: by_job[f"evaluate-{variant}"]["ce"] for variant in setup.variants}
+    fuse, pool = ces["fuse"], ces["pool"]
     blocks = [pool[f"block_{n}"] for n in range(1, setup.base.blocks + 1)]
     best = blocks.index(min(blocks)) + 1
     row = partial(_row, setup, by_job, setup.corpus().index)
@@ -34,15 +41,16 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         row("end_to_end", by_job["evaluate-fuse"]["reference"], "fuse", [REFERENCE]),
         row("single_block", statistics.mean(blocks), "pool", [1]),
         row("best_block", min(blocks), "pool", [best]),
-        row("paper", paper["euler"], "paper"),
-        row("exact_euler", exact["euler"], "exact"),
-        row("exact_marginal", exact["marginal"], "exact"),
-        row("exact_pool", exact["pool"], "exact"),
+        *(
+            row(name, ces[variant][key], variant)
+            for name, variant, key in PAPER_ROWS
+            if variant in ces
+        ),
         row("pool", pool["pool"], "pool"),
         row("fuse", fuse["fuse"], "fuse"),
         *(row(name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
-        row("fuse_same_data", same["fuse"], "same"),
-        row("fuse_beside", beside["fuse"], "beside"),
+        *(row(name, ces[v][key], v) for name, v, key in OTHER_ROWS if v in ces),
+        *_equal_time_rows(setup, by_job, row),
     ]
     for entry in rows:
         entry["gap"] = entry["valid_ce"] - rows[0]["valid_ce"]
@@ -50,13 +58,26 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         "rows": rows,
         "blocks": blocks,
         "pool_of_fuse": fuse["pool"],
+        "work": {name: round(setup.work(name), 4) for name in ("single_block", "pool", "fuse")},
         "after_block": {
-            name: [ce[f"euler_{n}"] for n in range(1, setup.base.blocks + 1)]
-            for name, ce in (("paper", paper), ("exact", exact))
+            name: [ces[name][f"euler_{n}"] for n in range(1, setup.base.blocks + 1)]
+            for name in ("paper", "exact")
+            if name in ces
         },
         "samples": by_job["samples"]["rows"],
         "leakage": _leakage(setup, by_job),
     }
+
+
+def _equal_time_rows(
+    setup: Setup, by_job: dict[str, Row], row: Callable[..., Row]
+) -> Iterator[Row]:
+    """Models that were trained for as long as all blocks of `fuse` took together."""
+    indices = {"end_to_end": [REFERENCE], "single_block": [1]}
+    for name in setup.equal_time:
+        ce = by_job[f"evaluate-equal_{name}"]["ce"]
+        figures = ce if isinstance(ce, float) else ce["pool"]
+        yield row(f"{name}_equal_time", figures, f"equal_{name}", indices.get(name))
 
 
 def _row(
@@ -75,7 +96,7 @@ def _row(
     jobs = [
         by_job[
             "end_to_end"
-            if i == REFERENCE
+            if i == REFERENCE and variant == "fuse"
             else f"{twin(config, variant, i) or variant}-{block_name(i)}"
         ]
         for i in numbers
@@ -83,7 +104,9 @@ def _row(
     return {
         "name": name,
         "valid_ce": ce,
+        "bits_per_byte": ce / density / math.log(2),
         "gap": 0.0,
+        "steps": config.steps,
         "seconds": round(sum(job["seconds"] for job in jobs), 1),
         "peak_mb": max(job["peak_mb"] for job in jobs),
         "million_parameters": round(sum(_count_parameters(config, i) for i in numbers) / 1e6, 3),
@@ -149,7 +172,7 @@ def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
     axes.set_xticks(sigmas, [f"{sigma:g}" for sigma in sigmas])
     axes.minorticks_off()
     axes.set_xlabel("sigma_min (exact skip, Euler)")
-    axes.set_title("leakage, nats per byte", loc="left", fontsize=10)
+    axes.set_title("leakage, nats per token", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -159,7 +182,16 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
     rows = []
     for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
         row: Row = {"name": same_name[0]["name"]}
-        for key in ("valid_ce", "gap", "seconds", "peak_mb", "million_parameters", "distinct_mb"):
+        row["steps"] = same_name[0]["steps"]
+        for key in (
+            "valid_ce",
+            "bits_per_byte",
+            "gap",
+            "seconds",
+            "peak_mb",
+            "million_parameters",
+            "distinct_mb",
+        ):
             row[key] = round(statistics.mean(r[key] for r in same_name), 5)
         if len(seeds) > 1:
             row["spread"] = round(
@@ -201,7 +233,7 @@ def plot(path: Path, rows: list[Row], title: str, leakage: Sequence[Row] = ()) -
         axes.annotate(label, (row["valid_ce"], y), va="center", fontsize=8, color=colour, **beside)
     axes.set_yticks(range(len(ordered)), [row["name"] for row in ordered])
     axes.margins(x=0.18)
-    axes.set_xlabel("valid cross entropy, nats per byte (gap to end to end)")
+    axes.set_xlabel("valid cross entropy, nats per token (gap to end to end)")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     if leakage:

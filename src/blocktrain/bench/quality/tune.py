@@ -17,7 +17,14 @@ from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer
 from blocktrain.processes import Channel, Job
-from blocktrain.runs.folder import RunFolder, load_block, publish, read_json, write_json
+from blocktrain.runs.folder import (
+    RunFolder,
+    load_block,
+    publish,
+    read_json,
+    read_tokenizer,
+    write_json,
+)
 
 GRID = (5e-4, 1e-3, 2e-3, 3.5e-3, 6e-3)
 SETTINGS = {
@@ -70,6 +77,7 @@ def _path(folder: Path, kind: str, rate: float) -> Path:
 
 def _read_block(channel: Channel, folder: Path, config: Config, source: Source, index: int) -> None:
     if not RunFolder(folder).weights(index).exists():
+        read_tokenizer(folder, config)
         publish(RunFolder(folder), index, _train(channel, Trainer(config, index), source))
 
 
@@ -95,6 +103,7 @@ def _try(
     if _path(folder, kind, rate).exists():
         return
     config = base.replace(**{SETTINGS[kind]: rate})
+    read_tokenizer(folder, config)
     blocks: dict[int, Block] = {}
     if kind == "fusion":
         device = torch.device("cpu")
