@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,16 +23,13 @@ from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="blocktrain[eval] is not here")
 CONTEXT = 24
-TASK = """
-task: notes
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
-"""
+GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "evaluate.md").read_text()
+
+
+def block(language: str) -> str:
+    """The one block of the guide in a language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    return str(found)
 
 
 def test_its_perplexity_is_that_of_evaluate(tmp_path: Path) -> None:
@@ -39,25 +38,32 @@ def test_its_perplexity_is_that_of_evaluate(tmp_path: Path) -> None:
     model = random_model(config)
     run = saved(model, tmp_path / "small")
     texts = [write_text(4, seed=3), "naïve 東京 🙂\n" + write_text(7, seed=4), "short"]
-    data = tmp_path / "notes.jsonl"
+    data = tmp_path / "notes.jsonl"  # files as the guide has them
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "notes.yaml").write_text(TASK.replace("DATA", json.dumps(str(data))))
+    (tmp_path / "tasks" / "notes.yaml").write_text(block("yaml"))
+    command = block("bash")
     with started("serve", str(run), "--listen", "127.0.0.1:0", cwd=tmp_path) as served:
-        where = f"base_url={served.url}/v1/completions,model=small,max_length={CONTEXT + 2}"
-        told = harness(tmp_path, where + ",num_concurrent=2")
+        for said, here in {
+            "http://127.0.0.1:8480": served.url,
+            "001-stdlib": "small",
+            "max_length=130": f"max_length={CONTEXT + 2},num_concurrent=2",
+        }.items():
+            assert said in command
+            command = command.replace(said, here)
+        told = harness(tmp_path, shlex.split(command))
     expected = evaluate_texts(run, model, read_texts(data)).units("composed")
     for unit in ("bits_per_byte", "byte_perplexity", "word_perplexity"):
         assert told[f"{unit},none"] == pytest.approx(expected[unit], rel=1e-4)
 
 
-def harness(folder: Path, model: str) -> dict[str, float]:
+def harness(folder: Path, command: list[str]) -> dict[str, float]:
     """What it says about the task."""
-    command = ["-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model]
-    command += ["--include_path", str(folder / "tasks"), "--tasks", "notes"]
+    assert command[0] == "lm-eval"
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    more = ["--batch_size", "4", "--output_path", str(folder / "out")]
     done = subprocess.run(
-        [sys.executable, *command, "--batch_size", "4", "--output_path", str(folder / "out")],
+        [sys.executable, "-m", "lm_eval", *command[1:], *more],
         env={**os.environ, **offline},
         cwd=folder,
         capture_output=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from support.command import blocktrain
 from support.serving import Process, saved, small_model, started
 from support.waiting import PATIENCE
 
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
 MESSAGES: list[Any] = [
     {"role": "system", "content": "Write about land. "},
     {
@@ -127,6 +130,18 @@ def test_a_stop_and_logprobs_of_a_chat(api: openai.OpenAI, model: Model) -> None
     for one in choice.logprobs.content:
         assert one.bytes == list(one.token.encode()) and len(one.top_logprobs) == 2
         assert one.logprob <= one.top_logprobs[0].logprob
+
+
+def test_the_snippet_of_the_guide_works(
+    served: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = re.search(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    assert match is not None
+    code = match[1].replace("http://127.0.0.1:8480", served.url).replace('"001-stdlib"', '"small"')
+    assert served.url in code and '"small"' in code
+    (tmp_path / "snippet.py").write_text(code)
+    runpy.run_path(str(tmp_path / "snippet.py"))
+    assert len(capsys.readouterr().out) > 5
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

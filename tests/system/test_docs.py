@@ -82,6 +82,7 @@ def new_desk(desk: Path) -> Path:
     (desk / "data" / "wikitext-2").mkdir(parents=True)
     for name in ("my-notes.txt", "data/wikitext-2/train.txt", "data/wikitext-2/valid.txt"):
         (desk / name).write_text(text)
+    (desk / "prompts.txt").write_text("note 1\nnote 2\n")
     return desk
 
 
