@@ -11,12 +11,12 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +33,8 @@ from pydantic_core import ErrorDetails
 from blocktrain.errors import ConfigError
 
 LARGEST_FILE = 1 << 20  # bytes of a settings file
-RUN_ONLY = ("data", "reference")  # keys of a run's config.toml that do not describe the model
+# Keys of a run's config.toml that do not describe the model.
+RUN_ONLY = ("data", "reference", "from", "freeze", "new_fusion")
 # Settings that are not written while they have their default value.
 ADDED = (
     "tokenizer",
@@ -133,6 +134,16 @@ def require_device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?|mps|auto", name):
         raise ValueError("must be cpu, cuda, cuda:N, mps or auto")
     return name
+
+
+class Origin(NamedTuple):
+    """The run that another one goes on from, and how."""
+
+    folder: str
+    freeze: bool = False
+    """Leave the blocks that read only tokens as they are."""
+    new_fusion: bool = False
+    """Begin with a new fusion block."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -365,12 +376,19 @@ class Config(BaseModel):
 
 def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
     """Validated settings. Given ones override the preset, the preset overrides the defaults."""
-    if preset is not None and preset not in PRESETS:
-        raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(sorted(PRESETS))}")
     try:
-        return Config(**{**(PRESETS[preset] if preset else {}), **settings})
+        return Config(**{**preset_settings(preset), **settings})
     except ValidationError as error:
         raise ConfigError(sentence(error)) from None
+
+
+def preset_settings(preset: str | None) -> dict[str, Any]:
+    """The settings of a named preset."""
+    if preset is None:
+        return {}
+    if preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(sorted(PRESETS))}")
+    return PRESETS[preset]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -400,6 +418,26 @@ def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     return settings, {
         name: settings.pop(name) for name in (*RUN_ONLY, "fingerprint") if name in settings
     }
+
+
+def read_origin(about: Mapping[str, Any], path: Path | None) -> Origin | None:
+    """What a settings file says about the run that it goes on from."""
+    folder, freeze, new_fusion = (
+        about.get("from"),
+        about.get("freeze", False),
+        about.get("new_fusion", False),
+    )
+    if folder is None and not freeze and not new_fusion:
+        return None
+    if (
+        not isinstance(folder, str)
+        or not isinstance(freeze, bool)
+        or not isinstance(new_fusion, bool)
+    ):
+        raise ConfigError(
+            f"{path}: from must be the folder of a run, and freeze and new_fusion true or false"
+        )
+    return Origin(folder, freeze, new_fusion)
 
 
 def _alternatives(names: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import pytest
 import trustme
 
 from blocktrain.cli.coordinator import Commands, ListenFlags, _self_signed, coordinator
+from blocktrain.cli.flags import BeginFlags
 from blocktrain.errors import BlockTrainError, ConfigError
 from support.fake_worker import begin
 
@@ -34,7 +35,11 @@ def test_a_taken_port_leaves_no_folder(tmp_path: Path, taken: ListenFlags) -> No
 
 def test_a_corpus_that_is_not_there_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(BlockTrainError, match="no-such-text"):
-        coordinator(out=tmp_path / "new", data="no-such-text", address=ListenFlags("127.0.0.1:0"))
+        coordinator(
+            out=tmp_path / "new",
+            begin=BeginFlags("no-such-text"),
+            address=ListenFlags("127.0.0.1:0"),
+        )
     assert not (tmp_path / "new").exists()
 
 

@@ -42,7 +42,7 @@ from blocktrain.runs.folder import open_run
 local.TASK_STEPS = int(sys.argv[2])
 
 if __name__ == "__main__":
-    run, config, data, _ = open_run(Path(sys.argv[1]))
+    run, config, data, *_ = open_run(Path(sys.argv[1]))
     source, reference = Source(data, None, run.folder), sys.argv[3] == "reference"
     plan = TrainingPlan(run, config, source, reference=reference, slots=int(sys.argv[4]))
     try:

@@ -229,7 +229,7 @@ def test_many_blocks_stay_readable(paper: Path, tmp_path: Path) -> None:
         tmp_path / "many",
         valid_ce={"composed": 1.0} | {f"euler_{n}": 2 - n / 64 for n in range(1, 65)},
     )
-    _, config, data, reference = open_run(folder)
+    _, config, data, reference, _ = open_run(folder)
     (folder / "config.toml").unlink()
     create = create_run(tmp_path / "larger", config.replace(blocks=64), data, reference=reference)
     shutil.move(create.folder / "config.toml", folder / "config.toml")

@@ -49,12 +49,12 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_what_is_read(finished: Path) -> None:
-    run, config, data, reference = open_run(finished)
-    assert (run.folder, config, data, reference) == (finished, MODEL.config, "stdlib", False)
+    run, *rest = open_run(finished)
+    assert (run.folder, *rest) == (finished, MODEL.config, "stdlib", False, None)
     settings, about = read_settings(
         finished / "config.toml"
     )  # which --config of another run may name
-    assert make_config(settings) == config and about["data"] == "stdlib"
+    assert make_config(settings) == MODEL.config and about["data"] == "stdlib"
     model = load_model(finished, CPU)
     assert model.config == MODEL.config
     assert model.pool_weights is not None and model.pool_weights.tolist() == [0.75]

@@ -72,6 +72,12 @@ class Audit:
     retrained: int
     contributions: Totals
     findings: tuple[Finding, ...]
+    facts: ledger.RunFacts | None = field(default=None, repr=False)
+
+    @property
+    def parent(self) -> ledger.ParentRun | None:
+        """The trained model that the run goes on from."""
+        return self.facts.parent if self.facts else None
 
     @property
     def ok(self) -> bool:
@@ -82,9 +88,11 @@ class Audit:
             worker: {"updates": count, "tokens": tokens}
             for worker, (count, tokens) in sorted(self.contributions.items())
         }
+        fields = {key: value for key, value in vars(self).items() if key != "facts"}
         return {
             "ok": self.ok,
-            **asdict(self),
+            **fields,
+            "parent": self.parent.model_dump(mode="json") if self.parent else None,
             "contributions": totals,
             "findings": [asdict(f) for f in self.findings],
         }
@@ -122,6 +130,7 @@ def audit(
         retrained=retrained,
         contributions=auditor.totals,
         findings=(*auditor.findings, *differences),
+        facts=auditor.run,
     )
 
 
@@ -225,6 +234,8 @@ class Auditor:
                 )
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
+        if not run.frozen <= run.taken <= self.chains.keys():
+            self.report("parent", entry.seq, "it names blocks of its parent that it does not have")
 
     def _lease(self, entry: ledger.LedgerEntry, lease: LeaseFacts) -> None:
         task, before = lease.order.task, self.newest.get(lease.order.task)
@@ -234,6 +245,8 @@ class Auditor:
                 entry.seq,
                 f"task {task} was leased with fence {lease.fence} after {before.fence}",
             )
+        if self.run is not None and lease.order.block in self.run.frozen:
+            self.report("lease", entry.seq, f"task {task} trains a block that is frozen")
         if self.config is not None and lease.order.seed != self.config.seed:
             self.report("lease", entry.seq, f"task {task} has another seed than the run")
         for pin in (

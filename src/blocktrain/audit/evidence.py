@@ -22,6 +22,7 @@ CheckName = Literal[
     "manifest",  # what the coordinator signed is not in the ledger
     "malformed",  # an entry cannot be read
     "run",  # the run's own document contradicts itself
+    "parent",  # the run does not go on from the model that it names
     "join",  # a worker is unknown, or is not its key
     "signature",
     "update",  # submission, order and record contradict each other

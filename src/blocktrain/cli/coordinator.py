@@ -24,8 +24,17 @@ from blocktrain.cli.environment import (
     new_run_folder,
     read_config,
 )
-from blocktrain.cli.flags import Coordination, Json, SettingsFlags, Token, at_least, named_settings
-from blocktrain.config import Config, read_settings
+from blocktrain.cli.flags import (
+    BeginFlags,
+    Coordination,
+    Json,
+    SettingsFlags,
+    Token,
+    at_least,
+    named_settings,
+    named_text,
+)
+from blocktrain.config import Config, Origin, read_origin, read_settings
 from blocktrain.coordinator.policy import Policy, make_policy, policy_for_size
 from blocktrain.errors import ConfigError
 from blocktrain.files import write_atomic
@@ -98,11 +107,12 @@ class RunRequest(NamedTuple):
     config: Config
     policy: Policy
     data: str
+    origin: Origin | None = None
 
 
 def coordinator(
     *,
-    data: str | None = None,
+    begin: Annotated[BeginFlags | None, Parameter(name="*")] = None,
     out: Path | None = None,
     address: Annotated[ListenFlags | None, Parameter(name="*")] = None,
     config: Path | None = None,
@@ -118,9 +128,6 @@ def coordinator(
 
     Parameters
     ----------
-    data
-        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder.
-        Workers get it from here.
     out
         The folder of the run; by default a new one under runs/. One that holds a run is continued.
     config
@@ -130,13 +137,15 @@ def coordinator(
 
     where = address or ListenFlags()
     host, port = where.parse()
-    request = read_request(config, data, named_settings(settings), named_settings(coordination))
+    begin = begin or BeginFlags()
+    named = named_settings(settings), named_settings(coordination)
+    request = read_request(config, begin, *named, out)
     folder = out or new_run_folder(request.data)
     existed = folder.exists()
     was_empty = not existed or (folder.is_dir() and not any(folder.iterdir()))
     running = open_coordinator(folder)
     try:
-        if config or data or named_settings(settings) or named_settings(coordination):
+        if config or begin.data or any(named):
             _require_same_run(running, request, folder)
         operator = _operator_token(folder)
         certificate, key = where.tls or (None, None)
@@ -156,18 +165,31 @@ def coordinator(
 
 
 def read_request(
-    config: Path | None, data: str | None, settings: dict[str, Any], policy: dict[str, Any]
+    config: Path | None,
+    begin: BeginFlags,
+    settings: dict[str, Any],
+    policy: dict[str, Any],
+    out: Path | None = None,
 ) -> RunRequest:
     """What flags and a settings file say together; flags win."""
     from_file, of_run = read_settings(config)
-    corpus = str(of_run.get("data", "stdlib")) if data is None else data
     coordination = from_file.pop("coordination", {})
     if not isinstance(coordination, dict):
         raise ConfigError(f"{config}: [coordination] must be a table of settings")
     named = {**from_file, **settings}
-    chosen = read_config(named)
+    origin = begin.origin(read_origin(of_run, config), out)
+    text: str | None = "stdlib"
+    if origin is None:
+        chosen = read_config(named)
+    else:
+        from blocktrain.runs.prepare import continue_in_process
+        from blocktrain.terminal import console
+
+        chosen, text, sentence = continue_in_process(origin, named)
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     by_size = policy_for_size(chosen) if named.get("size") else {}
-    return RunRequest(chosen, make_policy({**by_size, **coordination, **policy}), corpus)
+    rules = make_policy({**by_size, **coordination, **policy})
+    return RunRequest(chosen, rules, named_text(begin.data, of_run, text), origin)
 
 
 def _require_same_run(running: WatchedCoordinator, request: RunRequest, folder: Path) -> None:
@@ -289,13 +311,15 @@ def _serve(
         raise server.failure
 
 
-def _prepare(running: WatchedCoordinator, config: Config, policy: Policy, data: str) -> None:
+def _prepare(
+    running: WatchedCoordinator, config: Config, policy: Policy, data: str, origin: Origin | None
+) -> None:
     """Make version 0 and the corpus in another process: only that one needs torch."""
     from blocktrain.runs.prepare import prepare_in_process
 
     beside = running.run.store.address or None  # a folder on the same disk has enough room
     with tempfile.TemporaryDirectory(dir=beside, prefix="prepare-") as folder:
-        prepare_in_process(config, data, data_folder(), cache_folder(), Path(folder))
+        prepare_in_process(config, data, data_folder(), cache_folder(), Path(folder), origin)
         running.begin(config, policy, data, Path(folder))
 
 

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -22,8 +23,9 @@ from cyclopts import Token as Word
 from cyclopts import ValidationError as WrongValue
 from pydantic import BaseModel, Field, ValidationError, create_model
 
-from blocktrain.config import DERIVED, Config, sentence
+from blocktrain.config import DERIVED, Config, Origin, sentence
 from blocktrain.coordinator.policy import Policy
+from blocktrain.errors import ConfigError
 from blocktrain.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -202,9 +204,72 @@ Json = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class BeginFlags:
+    """What a run begins with: its text, and the run that it goes on from."""
+
+    data: Annotated[
+        str | None,
+        Parameter(
+            help="stdlib (the default), wikitext2, wikitext103, or the path of a text file or "
+            "folder. With --from, by default the text of that run."
+        ),
+    ] = None
+    from_: Annotated[
+        Path | None,
+        Parameter(
+            name="--from",
+            help="Begin with the weights of a trained run: the folder of a finished `train`, of a "
+            "`pull`, or of a coordinator whose run is finished. Its settings are the defaults; "
+            "larger --blocks adds new blocks.",
+        ),
+    ] = None
+    freeze: Annotated[
+        bool,
+        Parameter(
+            help="With --from: leave its blocks as they are, and train only added blocks and the "
+            "fusion block.",
+            negative=(),
+        ),
+    ] = False
+    new_fusion: Annotated[
+        bool,
+        Parameter(help="With --from: begin with a new fusion block.", negative=()),
+    ] = False
+
+    def origin(self, of_file: Origin | None, out: Path | None) -> Origin | None:
+        """The run to go on from, by the flags or by a settings file."""
+        folder = of_file.folder if of_file and self.from_ is None else self.from_
+        freeze = self.freeze or (of_file is not None and of_file.freeze)
+        new_fusion = self.new_fusion or (of_file is not None and of_file.new_fusion)
+        if folder is None:
+            if freeze or new_fusion:
+                raise ConfigError("--freeze and --new-fusion need --from RUN")
+            return None
+        if str(folder).startswith(("http://", "https://", "http:/", "https:/")):
+            raise ConfigError(
+                f"--from {folder}: fetch that model first with `blocktrain pull URL --out RUN`, "
+                "then use --from RUN"
+            )
+        folder = Path(folder).resolve()
+        if out is not None and out.resolve() in (folder, folder / "coordinator"):
+            raise ConfigError(
+                f"a run cannot go on from its own folder: name another one than {out} with --out"
+            )
+        return Origin(str(folder), freeze, new_fusion)
+
+
 def named_settings(settings: Any) -> dict[str, Any]:
     """Only the settings that were named on the command line."""
     return {} if settings is None else settings.model_dump(exclude_none=True)
+
+
+def named_text(flag: str | None, of_file: Mapping[str, Any], default: str | None) -> str:
+    """The text to train on, by the flag, by a settings file, or as before."""
+    text = of_file.get("data", default) if flag is None else flag
+    if not isinstance(text, str):
+        raise ConfigError("name the text to train on with --data")
+    return text
 
 
 def explain(error: CycloptsError) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from blocktrain.cli.coordinator import read_request
-from blocktrain.cli.flags import Coordination, Json, SettingsFlags, named_settings
+from blocktrain.cli.flags import BeginFlags, Coordination, Json, SettingsFlags, named_settings
 from blocktrain.errors import ConfigError
 from blocktrain.footprint import PROCESS
 from blocktrain.runs.fleet import DEVICES, FleetMachine, read_fleet
@@ -48,7 +48,9 @@ def plan(
         A TOML file with settings and a table [coordination]; flags win over it.
     """
     machines = read_fleet(fleet) if fleet else []
-    request = read_request(config, None, named_settings(settings), named_settings(coordination))
+    request = read_request(
+        config, BeginFlags(), named_settings(settings), named_settings(coordination)
+    )
     result = make_plan(request.config, request.policy, machines)
     if json_:
         print(json.dumps(result.as_dict()))

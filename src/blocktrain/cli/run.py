@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -247,7 +247,13 @@ def pull(url: str, *, out: Path, token: Token = "", ca: Ca = None, json_: Json =
 
 
 def audit(
-    where: str, *, retrain: Yes = False, token: Token = "", ca: Ca = None, json_: Json = False
+    where: str,
+    *,
+    retrain: Yes = False,
+    parent: Path | None = None,
+    token: Token = "",
+    ca: Ca = None,
+    json_: Json = False,
 ) -> None:
     """Recompute every version of a run from its public record.
 
@@ -259,6 +265,8 @@ def audit(
         A coordinator's folder (also while it runs) or its address, or a folder of `train`.
     retrain
         Also train every update again, on one thread: takes as long as the workers took together.
+    parent
+        The folder of the run that this one goes on from, to check that it began with its weights.
     """
     from blocktrain.audit.audit import audit as audit_run
     from blocktrain.audit.evidence import RemoteSource, open_folder
@@ -277,15 +285,19 @@ def audit(
             retrain=retrain,
             progress=lambda _, done, total: progress(done / max(total, 1)),
         )
+    if parent is not None and report.facts is not None:
+        from blocktrain.runs.parent import check_parent
+
+        report = replace(report, findings=(*report.findings, *check_parent(report.facts, parent)))
     if json_:
         print(json.dumps(report.as_dict()))
     else:
-        _show_audit(report, retrain)
+        _show_audit(report, retrain, parent)
     if not report.ok:
         raise RunError("the audit found something; see above")
 
 
-def _show_audit(report: Audit, retrain: bool) -> None:
+def _show_audit(report: Audit, retrain: bool, parent: Path | None) -> None:
     from blocktrain.terminal import console
 
     for finding in report.findings:
@@ -298,6 +310,9 @@ def _show_audit(report: Audit, retrain: bool) -> None:
         f"{report.updates} updates ({report.pending} not merged yet)",
         highlight=False,
     )
+    if report.parent:
+        more = f"checked against {parent}" if parent else "--parent FOLDER checks them"
+        console.print(f"it {report.parent.sentence} ({more})", highlight=False, markup=False)
     if retrain:
         console.print(
             f"{report.retrained} updates trained again to the same bytes", highlight=False

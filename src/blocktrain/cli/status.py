@@ -108,6 +108,8 @@ class StatusView:
             f"{status.tokens:,} bytes of text, "
             f"{amount(status.bytes_in)} in, {amount(status.bytes_out)} out"
         )
+        if status.parent:
+            yield status.parent.sentence
         if status.refusals:
             yield "refused: " + ", ".join(f"{n} x {code}" for code, n in status.refusals.items())
         if status.scores:

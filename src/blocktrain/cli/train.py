@@ -23,14 +23,16 @@ from blocktrain.cli.environment import (
 from blocktrain.cli.flags import (
     EVAL_ADVICE,
     RARE_FLAGS,
+    BeginFlags,
     EvalBytes,
     Json,
     SettingsFlags,
     Threads,
     Yes,
     named_settings,
+    named_text,
 )
-from blocktrain.config import read_settings
+from blocktrain.config import read_origin, read_settings
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.sizes import is_near_size
 
@@ -55,7 +57,7 @@ class TrainFlags:
 
 def train(
     *,
-    data: str | None = None,
+    begin: Annotated[BeginFlags | None, Parameter(name="*")] = None,
     out: Path | None = None,
     resume: Yes = False,
     flags: Annotated[TrainFlags | None, Parameter(name="*")] = None,
@@ -70,8 +72,6 @@ def train(
 
     Parameters
     ----------
-    data
-        stdlib (the default), wikitext2, wikitext103, or the path of a text file or folder.
     out
         The run folder; by default a new one under runs/.
     resume
@@ -82,7 +82,9 @@ def train(
         A TOML file with settings; flags win over it.
     """
     flags = flags or TrainFlags()
-    request = TrainRequest(data, preset, config, named_settings(settings), flags.reference)
+    request = TrainRequest(
+        begin or BeginFlags(), preset, config, named_settings(settings), flags.reference
+    )
     run = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
     result, page = _train(run, flags)
     if json_:
@@ -102,10 +104,10 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
     from blocktrain.runs.results import complete
     from blocktrain.terminal import StepBars, bar, console
 
-    run, config, data, reference = settings
+    run, config, data, reference, origin = settings
     slots = max(1, cores() // flags.threads)
     plan = TrainingPlan(
-        run, config, source(data), reference, slots, flags.threads, flags.eval_bytes
+        run, config, source(data), reference, slots, flags.threads, flags.eval_bytes, origin
     )
     plan.eval_corpus().require(config.context, "valid", advice=EVAL_ADVICE)
     console.print(
@@ -131,7 +133,7 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
 class TrainRequest(NamedTuple):
     """What the command line of `train` says about the run itself."""
 
-    data: str | None
+    begin: BeginFlags
     preset: str | None
     config: Path | None
     settings: dict[str, Any]
@@ -145,17 +147,26 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     from blocktrain.learning.train import pick_device, require_compiler
     from blocktrain.learning.vocabulary import resolve
     from blocktrain.runs.folder import create_run, open_run
-    from blocktrain.terminal import bar
+    from blocktrain.runs.prepare import continue_run
+    from blocktrain.terminal import bar, console
 
     from_file, of_run = read_settings(request.config)
-    data = absolute(str(of_run.get("data", "stdlib")) if request.data is None else request.data)
-    config = read_config({**from_file, **request.settings}, request.preset)
+    origin = request.begin.origin(read_origin(of_run, request.config), out)
+    named = {**from_file, **request.settings}
+    before: str | None = "stdlib"
+    if origin is None:
+        config = read_config(named, request.preset)
+    else:
+        config, before, sentence = continue_run(origin, named, request.preset)
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    data = absolute(named_text(request.begin.data, of_run, before))
     device = pick_device(config.device)
     if config.compile:
         require_compiler(device)
     text = source(data)
-    with bar("tokenizer") as progress:
-        config = resolve(config, lambda: training_text(text), cache_folder(), progress)
+    if origin is None:
+        with bar("tokenizer") as progress:
+            config = resolve(config, lambda: training_text(text), cache_folder(), progress)
     tokenizer = tokenizer_of(config)
     corpus = text.open(tokenizer)
     corpus.require(config.context)
@@ -168,7 +179,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
             f"(got {reference!r}, {of_run.get('data')!r})"
         )
     folder = out or new_run_folder(data)
-    create_run(folder, config, data, reference=reference or request.reference)
+    create_run(folder, config, data, reference=reference or request.reference, origin=origin)
     return open_run(folder)
 
 
@@ -183,8 +194,12 @@ def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
             f"{settings.run.folder} holds a model and no record of its training (coordinator/): "
             "there is nothing to resume here"
         )
+    if request.begin.origin(None, None):
+        raise ConfigError(
+            "--from starts a new run and --resume goes on with an unfinished one: leave one out"
+        )
     named = {
-        "data": request.data and absolute(request.data),
+        "data": request.begin.data and absolute(request.begin.data),
         "preset": request.preset,
         "config": request.config,
         **request.settings,

@@ -138,7 +138,7 @@ def fusion_open(state: RunState, options: Options, index: int) -> bool:
         return True
     others = [i for i, block in state.blocks.items() if not block.fusion]
     if not (options.budget_rounds or options.budget_steps or options.budget_tokens):
-        return all(state.blocks[i].version > 0 for i in others)
+        return all(state.blocks[i].version > 0 or i in options.frozen for i in others)
     least = min(spent_share(state, options, i) for i in others)
     return least >= 1 or spent_share(state, options, index) <= least - options.fusion_start
 

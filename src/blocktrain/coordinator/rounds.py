@@ -66,6 +66,8 @@ def decide_round(
     block = state.blocks[index]
     current = block.round
     name = f"round {block.version} of block {index}"
+    if index in options.frozen:
+        return None, f"block {index} is frozen"
     if spent_share(state, options, index) >= 1:
         return None, f"block {index} has spent its budget"
     target, replicas = target_replicas(now, state, options, index), current.replicas
@@ -194,13 +196,16 @@ def deadline_after(now: float, block: BlockState, options: Options, seconds: flo
 def spent_share(state: RunState, options: Options, index: int) -> float:
     """Share of its budget that a block has spent: 0 without a budget, 1 or more at the end."""
     block = state.blocks[index]
+    if index in options.frozen:
+        return 1.0
     share = 0.0
     if options.budget_rounds:
         share = max(share, block.version / options.budget_rounds)
     if options.budget_steps:
         share = max(share, block.steps / options.budget_steps)
     if options.budget_tokens:
-        share = max(share, block.tokens * len(state.blocks) / options.budget_tokens)
+        trained = len(state.blocks) - len(options.frozen)
+        share = max(share, block.tokens * trained / options.budget_tokens)
     return share
 
 

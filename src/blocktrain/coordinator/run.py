@@ -256,6 +256,7 @@ class TrainingRun:
             train=self._store_file(prepared / "train.txt"),
             valid=self._store_file(prepared / "valid.txt"),
         )
+        parent = prepared / "parent.json"
         run = ledger.RunFacts(
             protocol=m.PROTOCOL,
             run=self.store.run_id,
@@ -267,6 +268,7 @@ class TrainingRun:
                 m.BlockVersion(block=index, version=0, weights=blob)
                 for index, blob in weights.items()
             ),
+            parent=m.read(ledger.ParentRun, parent.read_bytes()) if parent.exists() else None,
         )
         document = {
             **run.model_dump(mode="json", exclude={"run"}),
@@ -298,7 +300,8 @@ class TrainingRun:
             if self.store.version(first.block) is None:
                 name = first.weights.sha256
                 record = VersionRecord(first.block, 0, name, None, 0, 0, None, (), "the beginning")
-                entry = self._publish(record, self.version_body(record), [], Changes())
+                body = self.version_body(record, features=self._first_features(first.block))
+                entry = self._publish(record, body, [], Changes())
                 self.history.follow(entry)
         now = self.clock.monotonic()
         stored = self.store.recover(state.KEPT_TIMES)
@@ -310,6 +313,11 @@ class TrainingRun:
         self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in leases})
         self.traffic.begin(self.store.byte_counts())
         self.ready = self._opened = True
+
+    def _first_features(self, index: int) -> tuple[m.BlockVersion, ...]:
+        """What version 0 of a block was trained on: of a parent's fusion block, all the others."""
+        others = tuple(first for first in self.run_blocks if first.block != index)
+        return others if index == self.config.fusion and index in self.facts.taken else ()
 
     def start(self) -> None:
         """Take the run over, once: with the first call, or the first tick.
@@ -340,7 +348,7 @@ class TrainingRun:
                 "use the version that it began with"
             )
         self.policy = make_policy(document["policy"])
-        self.options = self.policy.options(self.config)
+        self.options = replace(self.policy.options(self.config), frozen=self.facts.frozen)
         self.merge_options = self.policy.merge_options()
 
     def stop(self) -> None:

@@ -72,6 +72,7 @@ class Options:
     max_uploading: int = (
         1  # trained but unsubmitted tasks with which a worker still gets the next one
     )
+    frozen: frozenset[int] = frozenset()  # blocks that are not trained
     exclusive: bool = (
         False  # one lease per block, each task from the version that the last one made
     )

@@ -31,6 +31,8 @@ class RunStarted(RunEvent):
     compression: str = ""
     task_seconds: float = 0.0
     protocol: int = 0
+    parent: str = ""
+    """The run that this one goes on from, if it is known."""
     restart: bool = False
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from blocktrain.errors import Damaged
 from blocktrain.protocol.identity import canonical, canonical_json
@@ -69,6 +69,32 @@ class LedgerPage(Message):
     total: Count
 
 
+class ParentRun(Message):
+    """The trained model that a run goes on from."""
+
+    run: RunId | None = None
+    """Its run; None: not known."""
+    head: Sha256 | None = None
+    """Hash of the newest entry of its ledger; None: not known."""
+    model: Sha256
+    """One hash over all its weights."""
+    fingerprint: Sha256
+    """Of its settings."""
+    blocks: Annotated[tuple[BlockIndex, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
+    """Whose version 0 is the parent's; the others begin with new weights."""
+    frozen: Annotated[tuple[BlockIndex, ...], Field(max_length=MAX_BLOCKS)] = ()
+    """Of these, the ones that stay as they are: they get no tasks and have no other version."""
+
+    @property
+    def sentence(self) -> str:
+        """Where a run comes from, for people."""
+        run = f"run {self.run[:12]}" if self.run else f"a model ({self.model[:12]})"
+        head = f" at ledger entry {self.head[:12]}" if self.head else ""
+        count = len(self.blocks)
+        frozen = f", {len(self.frozen)} of them frozen" if self.frozen else ""
+        return f"goes on from {run}{head}: {count} block{'s'[: count != 1]} of it{frozen}"
+
+
 class RunFacts(Message):
     """run, the first entry: the settings and version 0 of every block."""
 
@@ -79,6 +105,22 @@ class RunFacts(Message):
     fingerprint: Sha256
     corpus: CorpusBlobs
     blocks: Annotated[tuple[BlockVersion, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
+    parent: ParentRun | None = None
+    """Left out where a run has none."""
+
+    @model_serializer(mode="wrap")
+    def _without_no_parent(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: v for k, v in serialize(self).items() if k != "parent" or v is not None}
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The blocks that begin with the weights of a parent."""
+        return frozenset(self.parent.blocks if self.parent else ())
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The blocks that are not trained."""
+        return frozenset(self.parent.frozen if self.parent else ())
 
 
 class StartFacts(Message):

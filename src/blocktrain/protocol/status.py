@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from blocktrain.protocol.ledger import ParentRun
 from blocktrain.protocol.messages import (
     MAX_BLOCKS,
     Blob,
@@ -68,6 +69,8 @@ class BlockStatus(Traffic):
     """Accepted updates that were trained from an older version of the block."""
     late_by_one: Count = 0
     """Of the late ones, those that were one version behind; they count in full."""
+    frozen: bool = False
+    """It comes from another run and is not trained."""
     round: RoundStatus | None = None
 
 
@@ -96,6 +99,8 @@ class Status(Traffic):
     protocol: Count
     run: RunId
     fingerprint: Sha256
+    parent: ParentRun | None = None
+    """The trained model that the run goes on from."""
     state: Literal["running", "stopping", "finished"]
     reason: Sentence = ""
     up_seconds: Seconds

@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ import safetensors.torch
 import tomli_w
 import torch
 
-from blocktrain.config import Config, make_config, read_settings
+from blocktrain.config import Config, Origin, make_config, read_origin, read_settings
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import Model, build_block, composition_of
@@ -35,6 +36,8 @@ from blocktrain.learning.model import Block, IndependentBlock, build_reference
 from blocktrain.learning.pool import CompositionChoice
 from blocktrain.learning.tokenizer import JsonTokenizer, load_tokenizer, tokenizer_of
 from blocktrain.learning.train import REFERENCE, load_weights, read_tensors
+from blocktrain.protocol.ledger import ParentRun, RunBody, read_body
+from blocktrain.store.open import read_store
 
 FORMAT = "blocktrain-model-2"
 CHAT_TEMPLATE = Path(__file__).parents[1] / "serving" / "chat_template.jinja"  # the default
@@ -90,13 +93,21 @@ class RunSettings(NamedTuple):
     config: Config
     data: str
     reference: bool
+    origin: Origin | None = None
 
 
-def create_run(folder: Path, config: Config, data: str, *, reference: bool = False) -> RunFolder:
+def create_run(
+    folder: Path,
+    config: Config,
+    data: str,
+    *,
+    reference: bool = False,
+    origin: Origin | None = None,
+) -> RunFolder:
     """A new run folder; an existing folder must be empty."""
     run = RunFolder(folder)
     try:
-        content = _settings(config, data, reference)
+        content = _settings(config, data, reference, origin)
     except UnicodeEncodeError:
         raise RunError(
             f"the name of the corpus, {data!a}, is not UTF-8 and cannot be written; rename it"
@@ -119,8 +130,15 @@ def create_run(folder: Path, config: Config, data: str, *, reference: bool = Fal
     return run
 
 
-def _settings(config: Config, data: str, reference: bool) -> bytes:
-    about = {"data": data, "reference": reference, "fingerprint": config.fingerprint}
+def _settings(config: Config, data: str, reference: bool, origin: Origin | None) -> bytes:
+    about: dict[str, Any] = {"data": data, "reference": reference}
+    if origin is not None:
+        about |= {
+            "from": origin.folder,
+            "freeze": origin.freeze,
+            "new_fusion": origin.new_fusion,
+        }
+    about["fingerprint"] = config.fingerprint
     return tomli_w.dumps({**about, **config.model_dump()}).encode()
 
 
@@ -154,7 +172,7 @@ def open_run(folder: Path) -> RunSettings:
             "start a new run with --config"
         )
     read_tokenizer(folder, config)
-    return RunSettings(RunFolder(folder), config, data, reference)
+    return RunSettings(RunFolder(folder), config, data, reference, read_origin(about, path))
 
 
 def write_tokenizer(folder: Path, config: Config) -> None:
@@ -182,9 +200,8 @@ def read_tokenizer(folder: Path, config: Config) -> None:
 
 def want_reference(settings: RunSettings) -> RunSettings:
     """Note in config.toml to train the end-to-end model too, now and in later resumes."""
-    write_atomic(
-        settings.run.folder / "config.toml", _settings(settings.config, settings.data, True)
-    )
+    content = _settings(settings.config, settings.data, True, settings.origin)
+    write_atomic(settings.run.folder / "config.toml", content)
     return settings._replace(reference=True)
 
 
@@ -276,6 +293,7 @@ def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> 
         for name, value in result["valid_ce"].items()
     )
     corpus, sample, composition = (result[key] for key in ("corpus", "sample", "composition"))
+    origin = f"It {result['parent']['sentence']}.\n" if "parent" in result else ""
     text = "\n".join("    " + line for line in (sample["prompt"] + sample["text"]).splitlines())
     card = f"""# A BlockTrain model
 
@@ -284,7 +302,7 @@ def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> 
 (objective `{config.objective}`): {composition["reason"]}.
 Trained for {config.steps} steps a block on `{corpus["name"]}` ({corpus["train_bytes"]:,} bytes),
 seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
-
+{origin}
 Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))}:
 
 | model | nats/byte | bits/byte |
@@ -299,6 +317,15 @@ Sample at temperature {sample["temperature"]}:
 {text}
 """
     write_atomic(run.model / "README.md", card.encode())
+
+
+def parent_of(folder: Path) -> ParentRun | None:
+    """What the ledger of a run folder says about its parent."""
+    if not (folder / "coordinator").is_dir():
+        return None
+    with closing(read_store(folder / "coordinator")) as store:
+        first = store.ledger(0, 1)
+    return read_body(RunBody, first[0]).parent if first else None
 
 
 def load_model(folder: Path, device: torch.device) -> Model:

@@ -93,7 +93,8 @@ def _run_jobs(
     with serve_coordinator(coordinator, Listen(token=token)) as url:
         cache = plan.run.folder / "state"
         options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps)
-        for number in range(1, config.blocks + 1):
+        frozen = coordinator.run.options.frozen
+        for number in range(1, config.blocks + 1 - len(frozen)):
             jobs.append(Job(f"worker-{number}", work, (options,)))
         run_jobs(jobs, plan.slots, on_message)
 
@@ -126,7 +127,7 @@ def _coordinator(plan: TrainingPlan) -> Iterator[WatchedCoordinator]:
     state = plan.run.folder / "state"
     try:
         if not coordinator.ready:
-            prepare(plan.config, plan.source, state / "prepared")
+            prepare(plan.config, plan.source, state / "prepared", plan.origin)
             coordinator.begin(
                 plan.config, Policy.exact(TASK_STEPS), plan.source.spec, state / "prepared"
             )

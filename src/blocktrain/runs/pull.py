@@ -52,6 +52,8 @@ class PullRecord(Message):
     """What pull.json says: the run that a folder was pulled from, and its blocks by number."""
 
     run: RunId
+    head: Sha256 | None = None
+    """Hash of the newest entry of its ledger; folders of earlier versions do not have it."""
     blocks: dict[str, PulledBlock]
 
 
@@ -59,7 +61,23 @@ class PullRecord(Message):
 class ModelVersions:
     """The version of each block that the composed model is made of."""
 
-    versions: Mapping[int, BlockVersion]
+    newest: Mapping[int, BlockVersion]
+    pins: tuple[BlockVersion, ...] = ()
+    """The versions that the newest fusion block was trained on."""
+
+    @property
+    def versions(self) -> dict[int, BlockVersion]:
+        """By block."""
+        return {**self.newest, **{pin.block: pin for pin in self.pins}}
+
+    def follow(self, entry: LedgerEntry, fusion: int | None) -> ModelVersions:
+        """With one more entry of the ledger."""
+        if entry.kind != "version":
+            return self
+        body = read_body(VersionBody, entry)
+        version = BlockVersion(block=body.block, version=body.version, weights=body.weights)
+        pins = body.features if body.block == fusion else self.pins
+        return ModelVersions({**self.newest, body.block: version}, pins)
 
     @property
     def summary(self) -> dict[str, int]:
@@ -102,7 +120,8 @@ def pull(
     corpus = Source(data, None, out / "state").open(tokenizer_of(config))
     with limited_threads():
         fit_and_seal(run, config, data, corpus.calibration)
-    write_atomic(out / RECORD, write(PullRecord(run=manifest.run, blocks=blocks)))
+    record = PullRecord(run=manifest.run, head=manifest.head, blocks=blocks)
+    write_atomic(out / RECORD, write(record))
     return model
 
 
@@ -128,24 +147,17 @@ def _open_folder(out: Path, run_id: str, config: Config, data: str) -> tuple[Run
 
 def choose_versions(client: Calls, manifest: Manifest, config: Config) -> ModelVersions:
     """The newest versions by the checked ledger; with a trained fusion block, those it names."""
-    newest: dict[int, BlockVersion] = {first.block: first for first in manifest.blocks}
-    pins: tuple[BlockVersion, ...] = ()
+    model = ModelVersions({first.block: first for first in manifest.blocks})
     last: LedgerEntry | None = None
     while page := client.ledger(last.seq if last else 0).entries:
         last = require_chain(page, last)
         for entry in page:
-            if entry.kind == "version":
-                body = read_body(VersionBody, entry)
-                newest[body.block] = BlockVersion(
-                    block=body.block, version=body.version, weights=body.weights
-                )
-                if body.block == config.fusion:
-                    pins = body.features
+            model = model.follow(entry, config.fusion)
     if last is None or last.seq < manifest.number:
         raise Damaged(
             "the ledger is shorter than the signed manifest says; pull from the coordinator itself"
         )
-    return ModelVersions({**newest, **{pin.block: pin for pin in pins}})
+    return model
 
 
 def compose_run(

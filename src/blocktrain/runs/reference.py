@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from blocktrain.config import Config
+from blocktrain.config import Config, Origin
 from blocktrain.errors import Interrupted, RunError
 from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.threads import THREADS, use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
-from blocktrain.learning.train import REFERENCE, Trainer
+from blocktrain.learning.train import REFERENCE, Trainer, block_weights
 from blocktrain.processes import Channel, peak_mb
-from blocktrain.runs.folder import RunFolder, publish
+from blocktrain.runs.folder import RunFolder, load_reference, publish, read_manifest
 
 CHECKPOINT_SECONDS = 20.0
 REPORT_SECONDS = 0.2
@@ -30,6 +32,7 @@ class TrainingPlan:
     slots: int = 1  # processes at a time
     threads: int = THREADS  # of each process, and of the evaluation at the end
     eval_bytes: int | None = None  # evaluate on the beginning of the valid part only
+    origin: Origin | None = None  # the run that this one goes on from
 
     def corpus(self) -> TokenCorpus:
         """The tokens that the model reads."""
@@ -38,6 +41,16 @@ class TrainingPlan:
     def eval_corpus(self) -> TokenCorpus:
         """The same, with the valid part that the result is measured on."""
         return self.corpus().limit_valid(self.eval_bytes, tokenizer_of(self.config))
+
+
+def _go_on(trainer: Trainer, origin: Origin | None) -> None:
+    """Begin with the reference of the parent, if it has one of this shape."""
+    if origin is None:
+        return
+    with suppress(RunError):  # a coordinator's folder has none
+        reference = load_reference(read_manifest(Path(origin.folder)), trainer.device)
+        if reference is not None and len(reference.layers) == len(trainer.block.layers):
+            trainer.load_weights(block_weights(reference))
 
 
 def train_reference(channel: Channel, plan: TrainingPlan) -> None:
@@ -50,6 +63,8 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
             trainer.load(state)
         except RunError:
             channel.send(kind="state_lost")
+    else:
+        _go_on(trainer, plan.origin)
     last_report = last_save = time.monotonic()
     losses: list[float] = []
     batches = plan.corpus().batches(plan.config, trainer.own_stream)

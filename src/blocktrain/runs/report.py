@@ -128,6 +128,7 @@ def write_report(folder: Path) -> Path:
         else f" --data {shlex.quote(facts.data)}",  # an absolute path is of no use elsewhere
         "fingerprint": facts.config.fingerprint,
         "composition": str(_object(facts.result.get("composition")).get("reason", "")),
+        "origin": str(_object(facts.result.get("parent")).get("sentence", "")),
     }
     page = Template(
         resources.files("blocktrain.runs").joinpath("report.html").read_text(encoding="utf-8")
@@ -145,7 +146,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _gather(folder: Path) -> _Facts:
-    run, config, data, _ = open_run(folder)
+    run, config, data, *_ = open_run(folder)
     path = folder / "result.json"
     if not path.exists():
         raise RunError(

@@ -17,12 +17,14 @@ from blocktrain.learning.pool import CompositionChoice, choose_composition, fit_
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, pick_device
+from blocktrain.protocol.ledger import ParentRun
 from blocktrain.runs.folder import (
     RunFolder,
     block_name,
     load_block,
     load_model,
     load_reference,
+    parent_of,
     read_manifest,
     seal,
     write_json,
@@ -99,7 +101,7 @@ def _part(progress: Progress, number: int, count: int) -> Progress:
 def _measure(
     plan: TrainingPlan, corpus: TokenCorpus, model: Model, progress: Progress
 ) -> dict[str, Any]:
-    config = plan.config
+    config, parent = plan.config, parent_of(plan.run.folder)
     ce = evaluate_run(
         plan.run.folder, model, corpus, draws=1, progress=progress, threads=plan.threads
     )
@@ -125,6 +127,7 @@ def _measure(
             for n in range(config.blocks + 1)
             if plan.run.weights(n).exists()
         },
+        **({} if parent is None else {"parent": _parent_record(parent)}),
         "composition": read_manifest(plan.run.folder).composition,
         "pool_weights": None
         if model.pool_weights is None
@@ -145,6 +148,10 @@ def _measure(
             "temperature": 0.8,
         },
     }
+
+
+def _parent_record(parent: ParentRun) -> dict[str, Any]:
+    return {**parent.model_dump(mode="json"), "sentence": parent.sentence}
 
 
 def _training_costs(run: RunFolder) -> dict[int, list[tuple[float, float]]]:

@@ -50,7 +50,9 @@ class Narrator:
 
     def on_start(self, run: TrainingRun) -> None:
         """A run that is new or resumed."""
-        config, again = run.config, {} if self.feed.empty else {"restart": True}
+        config, more = run.config, {} if self.feed.empty else {"restart": True}
+        parent = run.facts.parent
+        origin = {"parent": parent.run or parent.model} if parent else {}
         self._since = run.clock.monotonic()
         self.feed.put(
             "run",
@@ -64,7 +66,8 @@ class Narrator:
             compression=run.policy.compression,
             task_seconds=run.policy.task_seconds,
             protocol=PROTOCOL,
-            **again,
+            **origin,
+            **more,
         )
 
     def on_commit(self, run: TrainingRun, kind: str, body: Body) -> None:

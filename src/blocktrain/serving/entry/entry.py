@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from blocktrain.config import TRAITS
 from blocktrain.errors import ConfigError
 from blocktrain.learning.generate import NOT_EXACT, Drafter, DraftSource, Picker, Sampler, Text
 from blocktrain.learning.model import IndependentBlock
@@ -168,7 +169,7 @@ class Entry:
         """The stages as they are now, and what is served."""
         config, pace = self.config, self.shared.pace
         facts = {
-            "blocks": config.blocks,
+            "blocks": config.independent + TRAITS.get(self.compose, config.traits).fusion,
             "independent": config.blocks if self.reference else config.independent,
             "width": config.width,
             "context": config.context,

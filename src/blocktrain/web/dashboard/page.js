@@ -143,8 +143,8 @@ function render() {
 }
 
 function renderFoot(state) {
-  const { run, fingerprint, protocol } = state.run;
-  const parts = [`run ${run}`, `settings ${String(fingerprint).slice(0, 16)}`, `protocol ${protocol}`, `${count(state.seq)} events`];
+  const { run, fingerprint, protocol, parent } = state.run;
+  const parts = [`run ${run}`, ...(parent ? [`goes on from ${String(parent).slice(0, 12)}`] : []), `settings ${String(fingerprint).slice(0, 16)}`, `protocol ${protocol}`, `${count(state.seq)} events`];
   if (!player.film && link.leftOut)
     parts.push(`${count(link.leftOut)} of the oldest tasks, updates and refusals are left out here; the log has them`);
   setText(byId("foot"), parts.join(" · "));
