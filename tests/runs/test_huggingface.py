@@ -26,11 +26,12 @@ from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.pool import CompositionChoice
 from blocktrain.learning.tokenizer import load_tokenizer, tokenizer_of
 from blocktrain.learning.vocabulary import settings_with, train_bpe
-from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, seal
+from blocktrain.runs.folder import RunFolder, load_model, seal
 from blocktrain.runs.huggingface.export import export_run
 from blocktrain.runs.huggingface.weights import write_weights
 from conftest import random_model, tiny_config, write_text
 from support.command import blocktrain
+from support.serving import saved
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "support" / "load_export.py"
@@ -39,14 +40,10 @@ PROMPTS = ("the amber ", "t", "a prompt that is far longer than the context of t
 
 
 def save_run(folder: Path, model: Model) -> Path:
-    """A finished run of this model."""
-    run = create_run(folder, model.config, "stdlib")
-    for number, block in model.select(range(1, model.config.blocks + 1)).items():
-        publish(run, number, block)
-    count = model.config.independent
-    weights = torch.linspace(0.5, 1, count) if model.config.predicts_without_noise else None
-    seal(run, model.config, "stdlib", weights)
-    return folder
+    """A finished run of this model, with pool weights that are not equal."""
+    if model.config.predicts_without_noise:
+        model.pool_weights = torch.linspace(0.5, 1, model.config.independent)
+    return saved(model, folder)
 
 
 def expectations(folder: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         evaluate.evaluate,
         generate.generate,
         huggingface.export,
+        huggingface.push,
     ),
     "Across machines": (
         plan.plan,

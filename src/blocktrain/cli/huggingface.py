@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import Json
+from blocktrain.cli.flags import Json, Yes
 
 
 def export(
@@ -47,3 +47,25 @@ def export(
         markup=False,
         soft_wrap=True,
     )
+
+
+def push(run: Path, name: str, *, private: Yes = False, json_: Json = False) -> None:
+    """Upload a trained model to the Hugging Face hub.
+
+    It is exported as by `blocktrain export` and uploaded as one commit. The token comes from
+    `hf auth login` or the environment's HF_TOKEN. A push that broke off can be repeated: files
+    that the hub has already are not sent again.
+
+    Parameters
+    ----------
+    run
+        The run folder, or a folder that `export` made, whose README.md you may have edited.
+    name
+        MODEL or OWNER/MODEL; it is made if the hub does not have it.
+    private
+        Let only its owner see it. A model that is public already is not touched.
+    """
+    from blocktrain.runs.huggingface.push import push_run
+
+    url = push_run(require_model(run), name, private=private)
+    print(json.dumps({"run": str(run), "url": url}) if json_ else url)
