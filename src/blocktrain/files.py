@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Temporary file, fsync, rename, fsync of the folder."""
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Another name to write under. Afterwards: fsync, rename, fsync of the folder."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        yield partial
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    with replace_file(path) as partial:
+        partial.write_bytes(content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -30,20 +30,27 @@ class Footprint:
     """The blocks that a fusion block reads, and its copies of their heads."""
     working: int
     """Activations and gradients at the moment when they are most."""
-    transfer: int
-    """What the update is made of: the weights that the task began from, and the residual."""
+    held: int
+    """Beside the training: the weights that the task began from, and two residuals."""
+    update: int
+    """What making an update takes, when activations and gradients are gone."""
 
     @property
     def training(self) -> int:
         """On the device that trains."""
         return self.weights + self.optimizer + self.frozen + self.working
 
+    @property
+    def total(self) -> int:
+        """Of a worker that trains in the machine's own memory, at its peak."""
+        resident = self.weights + self.optimizer + self.frozen
+        return PROCESS + resident + max(self.working + self.held, self.update)
+
 
 def worker_memory(config: Config, index: int) -> int:
     """Bytes that a worker needs on its device to train block `index` (from 1)."""
     footprint = training_footprint(config, index)
-    host = footprint.transfer if config.device == "cpu" else 0
-    return footprint.training + host + PROCESS
+    return footprint.total if config.device == "cpu" else PROCESS + footprint.training
 
 
 def training_footprint(config: Config, index: int) -> Footprint:
@@ -58,7 +65,9 @@ def training_footprint(config: Config, index: int) -> Footprint:
         optimizer=FLOAT * (2 * parameters - _count(_moved_by_muon(config, index))),
         frozen=FLOAT * config.reads(index) * (block_parameters(config, 1) + heads),
         working=int(FLOAT * _working(config, index)),
-        transfer=FLOAT * 2 * parameters,
+        held=3 * FLOAT * parameters,
+        # Both residuals, the delta, their sum, what the payload says of it, and the payload.
+        update=int(5.5 * FLOAT * parameters),
     )
 
 

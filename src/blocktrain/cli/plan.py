@@ -92,7 +92,7 @@ def _blocks(result: RunPlan) -> Iterable[str]:
         ("  optimizer", [amount(b.parts.optimizer) for b in blocks]),
         ("  activations and gradients", [amount(b.parts.working) for b in blocks]),
         ("  blocks that it reads", [amount(b.parts.frozen) for b in blocks]),
-        ("  update", [amount(b.memory - b.parts.training - PROCESS) for b in blocks]),
+        ("  updates", [amount(b.memory - b.parts.training - PROCESS) for b in blocks]),
         ("  Python and torch", [amount(PROCESS) for b in blocks]),
         ("fetched for a task", [_fetched(b) for b in blocks]),
         (f"sent after a task ({result.policy.compression})", [amount(b.update) for b in blocks]),

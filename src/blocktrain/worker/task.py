@@ -15,6 +15,7 @@ from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
 from blocktrain.learning.tokenizer import Tokenizer
 from blocktrain.learning.train import Trainer, put_weights
+from blocktrain.processes import return_memory
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.compression import METHODS, compress, compress_weights
 from blocktrain.protocol.ledger import lineage
@@ -145,15 +146,17 @@ class BlockTraining:
 
         The residual must be that of the last accepted update.
         """
-        new = self.trainer.weights()
+        self.trainer.drop_gradients()
+        return_memory()  # of the activations, before the update needs it
+        new, base, self.base = self.trainer.weights(), self.base, {}
         residual: Tensors = {}
         if METHODS[order.compression].exact:
             payload = compress_weights(new, order.compression)
             self.own_version = (sha256(pack(new)), dict(new))
         else:
-            delta = {name: new[name] - self.base[name] for name in new}
-            payload, residual = compress(delta, self.residual, order.compression)
-        self.base = {}
+            for name in new:  # in place: the new weights become the delta
+                new[name] -= base.pop(name)
+            payload, residual = compress(new, self.residual, order.compression)
         after = Provenance(
             optimizer=order.task,
             residual=order.task,
@@ -161,6 +164,7 @@ class BlockTraining:
             version=order.base + 1,
             step=order.start_step + order.steps,
         )
+        return_memory()
         # The next task continues the moments at once, the residual only after acceptance.
         self.origin = after.model_copy(update={"residual": self.origin.residual})
         return TrainingState(after, self.trainer.moments(), residual), payload
