@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 import sys
+import time
 import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,38 @@ def bar(title: str) -> Iterator[Callable[[float], None]]:
     ) as progress:
         task = progress.add_task(title, total=1.0)
         yield lambda share: progress.update(task, completed=share)
+
+
+@contextmanager
+def token_bar(title: str) -> Iterator[Callable[[int, int, int], None]]:
+    """A bar for tokenizing; call what it gives with bytes read, bytes in all, and tokens so far.
+
+    It is shown from the first call on, and its rate counts from there.
+    """
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task: TaskID | None = None
+        began, first = 0.0, 0
+
+        def update(read: int, size: int, tokens: int) -> None:
+            nonlocal task, began, first
+            if task is None:
+                task, began, first = (
+                    progress.add_task(title, total=size, completed=read, note=""),
+                    time.monotonic(),
+                    tokens,
+                )
+            rate = (tokens - first) / max(time.monotonic() - began, 1e-3)
+            note = f"{amount(read)} of {amount(size)}, {tokens:,} tokens, {rate:,.0f}/s"
+            progress.update(task, completed=read, note=note)
+
+        yield update
 
 
 class StepBars:

@@ -181,7 +181,7 @@ def test_wikitext_that_is_nowhere_names_both_ways_to_get_it(name: str, tmp_path:
 
 def test_what_is_no_corpus_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(
-        CorpusError, match="neither a file, nor a folder, nor one of stdlib, wikitext2"
+        CorpusError, match="neither a file, nor a folder, nor hf:NAME, nor one of stdlib, wikitext2"
     ):
         open_corpus(tmp_path / "nowhere", tmp_path)
     (tmp_path / "empty.txt").touch()

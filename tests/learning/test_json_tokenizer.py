@@ -18,8 +18,8 @@ from blocktrain.config import make_config
 from blocktrain.errors import ConfigError
 from blocktrain.learning import tokenizer as tokenizers
 from blocktrain.learning import vocabulary
+from blocktrain.learning.corpus.pieces import PIECE
 from blocktrain.learning.tokenizer import (
-    PIECE_BYTES,
     JsonTokenizer,
     cut_text,
     load_tokenizer,
@@ -104,23 +104,23 @@ def test_the_end_of_a_text_stands_for_no_bytes(loaded: dict[str, JsonTokenizer])
 
 
 def test_a_long_text_is_cut_at_lines_and_never_in_a_character() -> None:
-    lines = TEXT.encode() * (3 * PIECE_BYTES // len(TEXT))
+    lines = TEXT.encode() * (3 * PIECE // len(TEXT))
     pieces = list(cut_text(lines))
-    assert b"".join(pieces) == lines and all(len(piece) <= PIECE_BYTES for piece in pieces)
+    assert b"".join(pieces) == lines and all(len(piece) <= PIECE for piece in pieces)
     assert all(piece.endswith(b"\n") for piece in pieces)
-    one_line = "東".encode() * PIECE_BYTES
+    one_line = "東".encode() * PIECE
     pieces = list(cut_text(one_line))
     assert b"".join(pieces) == one_line and len(pieces) == 4
     assert all(piece.decode() for piece in pieces)
-    junk = b"\x80" * (PIECE_BYTES + 9)
+    junk = b"\x80" * (PIECE + 9)
     assert b"".join(cut_text(junk)) == junk
 
 
 def test_a_text_of_many_pieces_comes_back(
     loaded: dict[str, JsonTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizers, "PIECE_BYTES", 100)
-    text = TEXT.encode()
+    monkeypatch.setattr(tokenizers, "PIECES", 2)
+    text = TEXT.encode() * (5 * PIECE // len(TEXT))
     assert loaded["bpe"].decode(loaded["bpe"].encode(text).tolist()) == text
 
 

@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Group
 from blocktrain.cli import (
     bench,
     coordinator,
+    data,
     evaluate,
     generate,
     huggingface,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         generate.generate,
         huggingface.export,
         huggingface.push,
+        data.data,
     ),
     "Across machines": (
         plan.plan,

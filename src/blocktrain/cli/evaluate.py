@@ -77,10 +77,14 @@ def _corpora(
     """The corpus, and as much of it as is evaluated."""
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.runs.folder import read_manifest
+    from blocktrain.terminal import token_bar
 
     tokenizer = tokenizer_of(model.config)
     try:
-        corpus = source(read_manifest(run).data if data is None else data).open(tokenizer)
+        with token_bar("tokens") as update:
+            corpus = source(read_manifest(run).data if data is None else data).open(
+                tokenizer, progress=lambda status: update(*status)
+            )
     except CorpusError as error:
         raise (
             error if data is not None else CorpusError(f"{error}; name another text with --data")

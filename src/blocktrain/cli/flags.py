@@ -211,8 +211,11 @@ class BeginFlags:
     data: Annotated[
         str | None,
         Parameter(
-            help="stdlib (the default), wikitext2, wikitext103, or the path of a text file or "
-            "folder. With --from, by default the text of that run."
+            help="Text to train on: stdlib (the default), wikitext2, wikitext103; the path of a "
+            "text file, .jsonl or .parquet, also with .gz or .zst, or of a folder of them "
+            "(PATH:COLUMN names the column); hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] on the Hugging Face "
+            "hub; mix.toml, a weighted mixture; or a folder that `blocktrain data` has prepared. "
+            "With --from, by default the text of that run."
         ),
     ] = None
     from_: Annotated[

@@ -148,7 +148,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     from blocktrain.learning.vocabulary import resolve
     from blocktrain.runs.folder import create_run, open_run
     from blocktrain.runs.prepare import continue_run
-    from blocktrain.terminal import bar, console
+    from blocktrain.terminal import bar, console, token_bar
 
     from_file, of_run = read_settings(request.config)
     origin = request.begin.origin(read_origin(of_run, request.config), out)
@@ -168,7 +168,8 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
         with bar("tokenizer") as progress:
             config = resolve(config, lambda: training_text(text), cache_folder(), progress)
     tokenizer = tokenizer_of(config)
-    corpus = text.open(tokenizer)
+    with token_bar("tokens") as update:
+        corpus = text.open(tokenizer, progress=lambda status: update(*status))
     corpus.require(config.context)
     evaluated = corpus.limit_valid(eval_bytes, tokenizer)
     evaluated.require(config.context, "valid", advice=EVAL_ADVICE)

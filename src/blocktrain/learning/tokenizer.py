@@ -12,8 +12,9 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ import numpy.typing as npt
 
 from blocktrain.config import LARGEST_VOCABULARY, TOKENIZERS, Config
 from blocktrain.errors import ConfigError
+from blocktrain.learning.corpus.pieces import cut
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 """Token ids, of the tokenizer's dtype."""
 LARGEST_JSON = 64 << 20  # bytes of a tokenizer.json
-PIECE_BYTES = 1 << 16  # of a text, encoded at once
+CHUNK = 1 << 20  # bytes of a text, cut at once
 PIECES = 64  # encoded in parallel
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 SAMPLE = (
@@ -49,6 +51,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: bytes | Bytes) -> Ids:
         """The ids of a text."""
+
+    def encode_batch(self, pieces: Sequence[bytes]) -> list[Ids]:
+        """The ids of several texts, each on its own."""
+        return [self.encode(piece) for piece in pieces]
 
     @abstractmethod
     def token(self, token_id: int) -> bytes:
@@ -167,31 +173,26 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, text: bytes | Bytes) -> Ids:
         ids: list[Ids] = [np.zeros(0, self.dtype)]
-        group: list[bytes] = []
-        for piece in cut_text(text):
-            group.append(piece)
-            if len(group) == PIECES:
-                ids.append(self._encode_pieces(group))
-                group = []
-        if group:
-            ids.append(self._encode_pieces(group))
+        pieces = cut_text(text)
+        while group := list(islice(pieces, PIECES)):
+            ids += self.encode_batch(group)
         return np.concatenate(ids)
+
+    def encode_batch(self, pieces: Sequence[bytes]) -> list[Ids]:
+        """As `encode` each, on all cores. Long pieces take much memory: see `cut_text`."""
+        texts = [piece.decode("utf-8", "surrogateescape") for piece in pieces]
+        valid = [text if not _NOT_UTF8.search(text) else "" for text in texts]
+        encodings = self._library.encode_batch_fast(valid, add_special_tokens=False)
+        return [
+            np.array(ids if self.decode(ids) == piece else self._encode_exactly(text), self.dtype)
+            for piece, text, ids in zip(pieces, texts, (e.ids for e in encodings), strict=True)
+        ]
 
     def token(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(map(self._tokens.__getitem__, ids))
-
-    def _encode_pieces(self, pieces: list[bytes]) -> Ids:
-        texts = [piece.decode("utf-8", "surrogateescape") for piece in pieces]
-        valid = [text if not _NOT_UTF8.search(text) else "" for text in texts]
-        ids: list[int] = []
-        encodings = self._library.encode_batch_fast(valid, add_special_tokens=False)
-        for piece, text, encoding in zip(pieces, texts, encodings, strict=True):
-            found = encoding.ids
-            ids += found if self.decode(found) == piece else self._encode_exactly(text)
-        return np.array(ids, self.dtype)
 
     def _encode_exactly(self, text: str) -> list[int]:
         """Halved until the halves come back byte for byte, down to single characters."""
@@ -207,20 +208,9 @@ class JsonTokenizer(Tokenizer):
 
 
 def cut_text(text: bytes | Bytes) -> Iterator[bytes]:
-    """Pieces of at most PIECE_BYTES, cut after a line if there is one, never in a character."""
-    start = 0
-    while start < len(text):
-        piece = bytes(text[start : start + PIECE_BYTES])
-        if start + len(piece) < len(text):
-            end = piece.rfind(b"\n") + 1
-            if not end:  # four bytes back at most: a byte that begins a character
-                end = next(
-                    (i for i in range(len(piece) - 1, len(piece) - 5, -1) if piece[i] >> 6 != 2),
-                    len(piece),
-                )
-            piece = piece[:end]
-        yield piece
-        start += len(piece)
+    """Pieces of at most PIECE bytes, cut after a line if there is one, never in a character."""
+    chunks = (bytes(text[i : i + CHUNK]) for i in range(0, len(text), CHUNK))
+    return (piece for piece, _ in cut(chunks) if piece)
 
 
 def _parse(content: bytes, name: str) -> Any:

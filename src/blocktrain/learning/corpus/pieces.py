@@ -17,7 +17,7 @@ _LINE_END = re.compile(rb"\S\n(?=\S)")
 class Mark(NamedTuple):
     """How far an input was read."""
 
-    offset: int = 0  # bytes of its text; of JSON lines and tables, what is before the unit
+    offset: int = 0  # bytes of its text; of JSON lines, those before the line
     unit: int = 0  # lines or rows before
     piece: int = 0  # pieces of that line or row before
 
@@ -28,6 +28,7 @@ class TextPiece(NamedTuple):
     text: bytes
     after: Mark
     ends_document: bool
+    read: int  # bytes of the file so far, for the progress bar
 
 
 def cut(chunks: Iterable[bytes], size: int = PIECE) -> Iterator[tuple[bytes, bool]]:
@@ -50,10 +51,9 @@ def cut_length(text: bytes, size: int) -> int:
     It ends with a line, if possible one that has text around its end, because tokenizers join
     white space; or before a space; or at least between two characters of UTF-8.
     """
-    near = text[size // 2 : size + 1]
-    ends = [match.end() for match in _LINE_END.finditer(near)]
-    if ends and size // 2 + ends[-1] <= size:
-        return size // 2 + ends[-1]
+    ends = [match.end() for match in _LINE_END.finditer(text, size // 2)]
+    if ends and ends[-1] <= size:
+        return ends[-1]
     if (line_end := text.rfind(b"\n", 0, size)) > 0:
         return line_end + 1
     if (space := text.rfind(b" ", 1, size)) > 0:

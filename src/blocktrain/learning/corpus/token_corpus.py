@@ -91,6 +91,22 @@ class TokenCorpus:
         """Of the valid part: turns nats per token into nats per byte."""
         return self.valid_bytes / len(self.valid)
 
+    def sizes(self) -> dict[str, int | float]:
+        """How much there is of it."""
+        train, sources = self.index.train_tokens, self.index.sources
+        everything = list(self.index.shards)
+        text, tokens = sum(s.bytes for s in everything), sum(s.tokens for s in everything)
+        return {
+            "tokens": tokens,
+            "bytes": text,
+            "bytes_per_token": round(text / tokens, 4),
+            "shards": len({shard.sha256 for shard in everything}),
+            "train_tokens": train,
+            "calibration_tokens": sum(shard.tokens for shard in self.index.calibration),
+            "valid_tokens": sum(shard.tokens for shard in self.index.valid),
+            "sources": len(sources),
+        }
+
     def batches(self, config: Config, block: int, shift: int = 0) -> Batches:
         """Step -> batch, in the order of a block that begins `shift` batches later."""
         order = SequenceOrder(self.index, config.context, config.seed, block)

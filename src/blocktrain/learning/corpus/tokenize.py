@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +24,12 @@ from blocktrain.learning.corpus.writer import (
     write_journal,
 )
 from blocktrain.learning.shards import SHARD_TOKENS, CorpusIndex, Shard, TokenSource, read_index
-from blocktrain.learning.tokenizer import Ids, Tokenizer
+from blocktrain.learning.tokenizer import Ids, JsonTokenizer, Tokenizer
 
-INDEX = "index.json"
+INDEX, KEY, TOKENIZER = "index.json", "source.sha256", "tokenizer.json"
 VALID_SHARE, VALID_MAX = 0.05, 1 << 20  # tokens
 CALIBRATION_SHARE, CALIBRATION_LEAST, CALIBRATION_MAX = 1 / 64, 4096, 1 << 18
-BATCH = 32  # pieces that are encoded at once
+BATCH = 64  # pieces that are encoded at once
 
 
 class SourceText(NamedTuple):
@@ -44,8 +44,8 @@ class SourceText(NamedTuple):
 class TokenizeStatus(NamedTuple):
     """How far tokenizing is."""
 
-    read: int  # bytes of text
-    size: int  # bytes of all inputs
+    read: int  # bytes of the files
+    size: int  # bytes of all files
     tokens: int
 
 
@@ -58,14 +58,15 @@ def tokenize(
     tokenizer: Tokenizer,
     folder: Path,
     *,
+    key: str,
     shard_tokens: int = SHARD_TOKENS,
     progress: OnTokens = lambda _: None,
 ) -> CorpusIndex:
     """Make the corpus of these texts in a folder, or go on where an earlier call stopped.
 
-    One process at a time; `Source.open` has a lock for that.
+    `key` is another one when the shards may be others. One process at a time: see `Source`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _begin(folder, key)
     if (folder / INDEX).is_file():
         return read_index((folder / INDEX).read_bytes())
     work = _Tokenizing(texts, tokenizer, folder, shard_tokens, progress)
@@ -73,9 +74,25 @@ def tokenize(
         index = work.index(name)
     finally:
         work.writer.close()
+    if isinstance(tokenizer, JsonTokenizer):
+        write_atomic(folder / TOKENIZER, tokenizer.content)
     write_atomic(folder / INDEX, index.write())
     _remove_unused(folder, index)
     return index
+
+
+def _begin(folder: Path, key: str) -> None:
+    """Refuse a folder that holds something else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / KEY
+    if path.is_file() and path.read_bytes() == key.encode():
+        return
+    if any(folder.iterdir()):
+        raise CorpusError(
+            f"{folder} is not empty, and was not made from this text with this tokenizer; "
+            "name another folder, or empty it"
+        )
+    write_atomic(path, key.encode())
 
 
 def _remove_unused(folder: Path, index: CorpusIndex) -> None:
@@ -86,14 +103,14 @@ def _remove_unused(folder: Path, index: CorpusIndex) -> None:
             path.unlink()
 
 
-class _Encoded(NamedTuple):
-    """The ids of a piece, with what is needed to begin again at that piece."""
+class _Place(NamedTuple):
+    """A piece of text, and what is needed to begin again with it."""
 
-    ids: Ids
-    number: int
+    text: bytes
+    number: int  # of the input
     mark: Mark
-    separate: bool
-    size: int
+    separate: bool  # whether a separator comes before it
+    read: int  # bytes of the files so far
 
 
 class _Tokenizing:
@@ -109,7 +126,7 @@ class _Tokenizing:
     ) -> None:
         self._texts, self._tokenizer, self._folder = texts, tokenizer, folder
         self._progress = progress
-        self._size = sum(i.size for text in texts for i in (*text.train, *text.valid))
+        self._size = sum(i.file.size for text in texts for i in (*text.train, *text.valid))
         self._journal = read_journal(folder)
         self.writer = ShardWriter(folder, tokenizer, limit)
         self._separator = (
@@ -119,40 +136,28 @@ class _Tokenizing:
         )
 
     def index(self, name: str) -> CorpusIndex:
-        sources, calibration, valid = [], [], []
-        for number, text in enumerate(self._texts):
-            train, *others = self._parts(str(number), text)
-            sources.append(
-                TokenSource(name=text.name[-256:], weight=text.weight, shards=tuple(train))
-            )
-            calibration += others[0]
-            valid += others[1]
+        train = [self._stream(f"{n}/train", t.train) for n, t in enumerate(self._texts)]
+        valid = [self._stream(f"{n}/valid", t.valid) for n, t in enumerate(self._texts)]
+        sizes = split_sizes(self._texts, list(map(_tokens, train)), list(map(_tokens, valid)))
+        sources, calibration, evaluated = [], [], []
+        for text, shards, own, size in zip(self._texts, train, valid, sizes, strict=True):
+            if own:
+                parts = self._divide(shards, size[:2])
+                parts += self._divide(own, [size[2], _tokens(own) - size[2]])[:1]
+            else:
+                parts = self._divide(shards, size)
+            source = TokenSource(name=text.name[-256:], weight=text.weight, shards=tuple(parts[0]))
+            sources.append(source)
+            calibration += parts[1]
+            evaluated += parts[2]
         return CorpusIndex(
             name=name[-256:],
             tokenizer=tokenizer_hash(self._tokenizer),
             id_bytes=self._tokenizer.dtype.itemsize,  # type: ignore[arg-type]
             sources=tuple(sources),
             calibration=tuple(calibration),
-            valid=tuple(valid),
+            valid=tuple(evaluated),
         )
-
-    def _parts(self, key: str, text: SourceText) -> list[list[Shard]]:
-        """The shards of the train, calibration and valid part of a text."""
-        shards = self._stream(f"{key}/train", text.train)
-        own_valid = self._stream(f"{key}/valid", text.valid) if text.valid else None
-        total = sum(shard.tokens for shard in shards)
-        kept = 0 if own_valid else min(int(total * VALID_SHARE), VALID_MAX) or 1
-        reserve = calibration_size(total - kept)
-        if total - kept - reserve < 1 or reserve < 1 or own_valid == []:
-            raise CorpusError(
-                f"{text.name} has only {total} tokens, which is too few to split into a train, "
-                "a calibration and a valid part; use a longer text"
-            )
-        sizes = [total - kept - reserve, reserve, *([kept] if kept else [])]
-        parts = self._divide(shards, sizes)
-        if own_valid:
-            parts += self._divide(own_valid, [sum(shard.tokens for shard in own_valid)])
-        return parts
 
     def _divide(self, shards: list[Shard], parts: Sequence[int]) -> list[list[Shard]]:
         """Shards of parts of these sizes. Shards that are the same before and after stay."""
@@ -168,56 +173,57 @@ class _Tokenizing:
     def _stream(self, key: str, inputs: Sequence[Input]) -> list[Shard]:
         """All tokens of some inputs as shards of the same size; only the last may be smaller."""
         record = self._journal.streams.get(key, StreamRecord())
-        read, skip = record.read, record.skip
-        while not record.done:
-            for piece in self._encode(inputs, record):
-                ids, used = piece.ids[skip:], skip
-                skip = 0
-                while len(ids) >= self.writer.room:
-                    count = self.writer.room
-                    self.writer.add(ids[:count])
-                    ids, used = ids[count:], used + count
-                    record = StreamRecord(
-                        shards=(*record.shards, self.writer.finish()),
-                        number=piece.number,
-                        mark=piece.mark,
-                        skip=used,
-                        separate=piece.separate,
-                        read=read,
-                    )
-                    self._commit(key, record)
-                self.writer.add(ids)
-                read += piece.size
-                self._report(key, read, record.tokens + self.writer.tokens)
-            last = (self.writer.finish(),) if self.writer.tokens else ()
-            record = StreamRecord(shards=(*record.shards, *last), read=read, done=True)
-            self._commit(key, record)
+        if record.done or not inputs:
+            return list(record.shards)
+        skip, read = record.skip, record.read
+        for place, whole in self._encode(inputs, record):
+            ids, used, skip = whole[skip:], skip, 0
+            while len(ids) >= self.writer.room:
+                count = self.writer.room
+                self.writer.add(ids[:count])
+                ids, used = ids[count:], used + count
+                record = StreamRecord(
+                    shards=(*record.shards, self.writer.finish()),
+                    number=place.number,
+                    mark=place.mark,
+                    skip=used,
+                    separate=place.separate,
+                    read=read,
+                )
+                self._commit(key, record)
+            self.writer.add(ids)
+            read = place.read
+            self._report(key, read, _tokens(record.shards) + self.writer.tokens)
+        last = (self.writer.finish(),) if self.writer.tokens else ()
+        record = StreamRecord(shards=(*record.shards, *last), read=read, done=True)
+        self._commit(key, record)
         return list(record.shards)
 
-    def _encode(self, inputs: Sequence[Input], record: StreamRecord) -> Iterator[_Encoded]:
-        """The ids of the pieces from the record on, many pieces at a time."""
+    def _encode(
+        self, inputs: Sequence[Input], record: StreamRecord
+    ) -> Iterator[tuple[_Place, Ids]]:
+        """The pieces from the record on with their ids, many pieces at a time."""
         pieces = self._pieces(inputs, record)
         while batch := list(islice(pieces, BATCH)):
-            encoded = encode_batch(self._tokenizer, [text for text, *_ in batch])
-            for (text, number, mark, separate), ids in zip(batch, encoded, strict=True):
-                whole = np.concatenate([self._separator, ids]) if separate else ids
-                yield _Encoded(whole, number, mark, separate, len(text))
+            encoded = self._tokenizer.encode_batch([place.text for place in batch])
+            for place, ids in zip(batch, encoded, strict=True):
+                whole = np.concatenate([self._separator, ids]) if place.separate else ids
+                yield place, whole
 
-    def _pieces(
-        self, inputs: Sequence[Input], record: StreamRecord
-    ) -> Iterator[tuple[bytes, int, Mark, bool]]:
-        """Pieces that have text, and whether a separator comes before each."""
+    def _pieces(self, inputs: Sequence[Input], record: StreamRecord) -> Iterator[_Place]:
+        """Pieces that have text. A separator comes between two documents that have text."""
         mark, separate, begun = Mark(*record.mark), record.separate, False
+        before = sum(entry.file.size for entry in inputs[: record.number])
         for number in range(record.number, len(inputs)):
             for piece in inputs[number].pieces(mark):
                 if piece.text:
-                    yield piece.text, number, mark, separate
-                    separate = False
-                    begun = True
+                    yield _Place(piece.text, number, mark, separate, before + piece.read)
+                    separate, begun = False, True
                 if piece.ends_document and begun:
                     separate, begun = True, False
                 mark = piece.after
             mark = Mark()
+            before += inputs[number].file.size
 
     def _commit(self, key: str, record: StreamRecord) -> None:
         self._journal = Journal(streams={**self._journal.streams, key: record})
@@ -227,15 +233,47 @@ class _Tokenizing:
         others = [record for name, record in self._journal.streams.items() if name != key]
         self._progress(
             TokenizeStatus(
-                read + sum(record.read for record in others),
+                min(read + sum(record.read for record in others), self._size),
                 self._size,
-                tokens + sum(record.tokens for record in others),
+                tokens + sum(_tokens(record.shards) for record in others),
             )
         )
 
 
-def encode_batch(tokenizer: Tokenizer, texts: Iterable[bytes]) -> list[Ids]:
-    return [tokenizer.encode(text) for text in texts]
+def _tokens(shards: Sequence[Shard]) -> int:
+    return sum(shard.tokens for shard in shards)
+
+
+def split_sizes(
+    texts: Sequence[SourceText], train: Sequence[int], valid: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Tokens of the train, calibration and valid part of every text, from what was read of each.
+
+    In a mixture the calibration and valid parts have its weights, as far as the texts allow.
+    """
+    weights = [text.weight for text in texts]
+    ends = [min(int(n * VALID_SHARE), VALID_MAX) or 1 for n in train]
+    kept = by_weight([v or e for v, e in zip(valid, ends, strict=True)], weights)
+    rest = [n - (0 if v else k) for n, v, k in zip(train, valid, kept, strict=True)]
+    reserves = by_weight([calibration_size(n) for n in rest], weights)
+    for text, total, left, reserve in zip(texts, train, rest, reserves, strict=True):
+        if reserve < 1 or left - reserve < 1:
+            raise CorpusError(
+                f"{text.name} has only {total} tokens, which is too few to split into a train, "
+                "a calibration and a valid part; use a longer text"
+            )
+    return [(n - r, r, k) for n, r, k in zip(rest, reserves, kept, strict=True)]
+
+
+def by_weight(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """The most of each that has the weights, and is not more than there is."""
+    if len(sizes) == 1:
+        return list(sizes)
+    unit = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return [
+        min(size, max(int(unit * weight), min(size, 1)))
+        for size, weight in zip(sizes, weights, strict=True)
+    ]
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
