@@ -83,6 +83,8 @@ def flops_per_token(config: Config, index: int) -> float:
     """
     W, L, V = config.width, config.layers_per_block, config.vocabulary
     layers = L * (12 * W**2 + W * config.context)
+    if index == 0:  # the end-to-end model of the same shape
+        return 6.0 * (config.blocks * layers + W * V)
     if index != config.fusion:
         extra = 2 * config.z_width * W if config.objective == "denoise" else 0
         return 6.0 * (layers + W * V + extra)

@@ -84,6 +84,7 @@ class StepBars:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -95,10 +96,12 @@ class StepBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, name: str, step: int, loss: float) -> None:
+    def update(self, name: str, event: dict[str, Any]) -> None:
+        """Show the fields of an event `step`."""
+        fields = {"loss": event["loss"], "speed": speed(event)}
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=self._steps, loss=loss)
-        self._progress.update(self._tasks[name], completed=step, loss=loss)
+            self._tasks[name] = self._progress.add_task(name, total=self._steps, **fields)
+        self._progress.update(self._tasks[name], completed=event["step"], **fields)
 
     def warn(self, sentence: str) -> None:
         """Print a line above the bars."""
@@ -226,3 +229,12 @@ def amount(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def speed(event: dict[str, Any]) -> str:
+    """How fast a block trains, for people."""
+    if not event.get("tokens_per_second"):
+        return ""
+    text = f"{event['tokens_per_second']:,.0f} tokens/s"
+    share = event.get("peak_share")
+    return text if share is None else f"{text}, est. {share:.0%} of peak"

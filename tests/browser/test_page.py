@@ -531,7 +531,7 @@ def test_what_the_fold_says_of_a_round(browser: Browser, site: Site) -> None:
     run: dict[str, Any] = {"kind": "run", "run": "ab" * 16, "blocks": 1, "steps": 100, "time": 0.0}
     facts = {"worker": "w", "block": 1, "task": 7, "base": 0, "steps": 10}
     task = {"kind": "task", **facts, "deadline": 60.0, "target": 2, "time": 1.0}
-    update = {"kind": "update", **facts, "staleness": 2, "seconds": 5.0, "time": 6.0}
+    update = {"kind": "update", **facts, "staleness": 2, "seconds": 5.0, "tokens": 10, "time": 6.0}
     version = {
         "kind": "version",
         "block": 1,

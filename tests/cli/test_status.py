@@ -116,7 +116,7 @@ def test_a_wide_terminal_shows_more() -> None:
         "task",
         "step",
         "loss",
-        "steps/s",
+        "tokens/s",
         "updates",
         "seen",
     ]

@@ -129,7 +129,8 @@ def test_without_a_terminal_every_event_is_a_line(
     assert re.fullmatch(r"joined run \w{12} as worker \w{12}: 2 blocks, corpus words", text[0])
     expected = [
         r"block 1 task \d+: 5 steps from version 0, step 0",
-        r"block 1 task \d+: trained, loss \d\.\d{4}, [\d.]+ steps/s, sending [\d.]+ kB",
+        r"block 1 task \d+: trained, loss \d\.\d{4}, [\d,]+ tokens/s, est\. \d+% of peak, "
+        r"sending [\d.]+ kB",
         r"block 1 task \d+: accepted, [\d.]+ kB sent; .+",
         r"block 2 task \d+: 5 steps from version 1, step 5",
     ]

@@ -174,7 +174,7 @@ Ca = Annotated[
         help="Certificate (PEM) that signed the coordinator's own, if it is not a public one."
     ),
 ]
-Device = Annotated[
+DeviceName = Annotated[
     str,
     Parameter(
         help="cpu, cuda, cuda:N, mps or auto (the best there is). The same seed gives the same "

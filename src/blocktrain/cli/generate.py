@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import Device, Json, Threads, Yes, at_least
+from blocktrain.cli.flags import DeviceName, Json, Threads, Yes, at_least
 from blocktrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def generate(
     ] = None,
     prompts: str = "",
     flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
-    device: Device = "cpu",
+    device: DeviceName = "cpu",
     threads: Threads = 1,
     raw: Yes = False,
     json_: Json = False,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from blocktrain.cli.coordinator import read_request
 from blocktrain.cli.flags import BeginFlags, Coordination, Json, SettingsFlags, named_settings
+from blocktrain.devices import DEVICES
 from blocktrain.errors import ConfigError
 from blocktrain.footprint import PROCESS
-from blocktrain.runs.fleet import DEVICES, FleetMachine, read_fleet
+from blocktrain.runs.fleet import FleetMachine, read_fleet
 from blocktrain.runs.plan import (
     DAY,
     SHARE_OF_PEAK,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import Device, Json, Token, Yes, at_least
+from blocktrain.cli.flags import DeviceName, Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
@@ -229,7 +229,7 @@ def serve(
     api: Annotated[ApiFlags | None, Parameter(name="*")] = None,
     answers: Annotated[AnswerFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
-    device: Device = "cpu",
+    device: DeviceName = "cpu",
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:
@@ -379,7 +379,7 @@ def stage(
     blocks: str = "",
     post: Annotated[StageFlags | None, Parameter(name="*")] = None,
     reference: Yes = False,
-    device: Device = "cpu",
+    device: DeviceName = "cpu",
     threads: Annotated[int, at_least(1)] = 1,
     json_: Json = False,
 ) -> None:

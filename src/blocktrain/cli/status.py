@@ -74,7 +74,7 @@ WORKER_COLUMNS = (
     Column("task", lambda w: w.task or "-", least=80),
     Column("step", lambda w: f"{w.step}/{w.steps}"),
     Column("loss", _loss),
-    Column("steps/s", lambda w: f"{w.speed:.1f}", least=80),
+    Column("tokens/s", lambda w: f"{w.tokens_per_second:,.0f}", least=80),
     Column("updates", lambda w: w.accepted),
     Column("seen", lambda w: f"{_short_time(w.seen_seconds)} ago", least=100),
     Column("seen", lambda w: _short_time(w.seen_seconds), least=70),

@@ -118,7 +118,7 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
         with StepBars(config.steps) as bars:
             train_blocks(
                 plan,
-                lambda index, step, loss: bars.update(block_name(index), step, loss),
+                lambda index, event: bars.update(block_name(index), event),
                 bars.warn,
             )
         with bar("evaluating") as progress:

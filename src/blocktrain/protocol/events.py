@@ -143,6 +143,9 @@ class StepDone(RunEvent):
     block: int | str = 0
     step: int = 0
     loss: float = 0.0
+    tokens_per_second: float = 0.0
+    peak_share: float = 0.0
+    """Of the device's peak, estimated."""
 
 
 class BlockTrained(RunEvent):
@@ -150,6 +153,9 @@ class BlockTrained(RunEvent):
     step: int = 0
     seconds: float = 0.0
     peak_mb: float | None = None
+    tokens_per_second: float = 0.0
+    peak_share: float = 0.0
+    """Of the device's peak, estimated."""
 
 
 class StateLost(RunEvent):

@@ -87,6 +87,8 @@ class WorkerStatus(Traffic):
     steps: Count = 0
     loss: LossValue | None = None
     speed: Speed = 0.0
+    """Steps a second."""
+    tokens_per_second: Annotated[float, Field(ge=0)] = 0.0
     accepted: Count = 0
     refused: Count = 0
     tokens: Count = 0

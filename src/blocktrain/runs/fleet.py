@@ -1,4 +1,4 @@
-"""The machines of a run as a TOML file describes them, and the speed of known devices."""
+"""The machines of a run as a TOML file describes them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,11 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blocktrain.config import read_toml, words
+from blocktrain.devices import DEVICES
 from blocktrain.errors import ConfigError
 from blocktrain.units import parse_bytes
 
 MOST_MACHINES = 100_000
-
-
-class Device(BaseModel):
-    """A known device: its peaks in operations a second, and its memory."""
-
-    model_config = ConfigDict(frozen=True)
-
-    float32: float
-    bfloat16: float
-    memory: int = 0
-    """0: not of the device; the fleet must say it."""
-
-
-def _gpu(float32: float, bfloat16: float, gigabytes: int) -> Device:
-    return Device(float32=float32 * 1e12, bfloat16=bfloat16 * 1e12, memory=gigabytes * 2**30)
-
-
-DEVICES = {
-    "cpu": Device(float32=1e11, bfloat16=1e11),
-    "m1": Device(float32=2.6e12, bfloat16=2.6e12),
-    "m2": Device(float32=3.6e12, bfloat16=3.6e12),
-    "m4": Device(float32=4.3e12, bfloat16=4.3e12),
-    "t4": _gpu(8.1, 8.1, 16),
-    "rtx3060": _gpu(12.7, 25, 12),
-    "rtx3090": _gpu(35.6, 71, 24),
-    "rtx4060": _gpu(15.1, 30, 8),
-    "rtx4070": _gpu(29.1, 58, 12),
-    "rtx4090": _gpu(82.6, 165, 24),
-    "rtx5090": _gpu(105, 210, 32),
-    "l4": _gpu(30, 121, 24),
-    "l40s": _gpu(91.6, 362, 48),
-    "a100": _gpu(19.5, 312, 80),
-    "h100": _gpu(67, 989, 80),
-}
-"""Dense peaks as their makers publish them, without TF32; `cpu` is one core, as a worker uses."""
 
 
 def _memory(value: Any) -> Any:
@@ -107,7 +73,7 @@ class FleetMachine(BaseModel):
         if self.flops is not None:
             return self.flops
         device = DEVICES.get(self.device or "")
-        return None if device is None else float(getattr(device, dtype))
+        return None if device is None else device.peak(dtype)
 
 
 class FleetFile(BaseModel):

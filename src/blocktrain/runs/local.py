@@ -35,20 +35,20 @@ TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 def train_blocks(
     plan: TrainingPlan,
-    on_step: Callable[[int, int, float], None],
+    on_step: Callable[[int, dict[str, Any]], None],
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Train what is not yet trained, and publish all blocks. May be stopped and continued anywhere.
 
-    `on_step` receives the block, the number of steps so far, and the loss.
+    `on_step` receives the block and the fields of its event `step`.
     """
     plan.corpus().require(plan.config.context)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
         log.write(kind, block=block, **message)
-        if "loss" in message:
-            on_step(block, message["step"], message["loss"])
+        if kind == "step":
+            on_step(block, message)
         if kind == "state_lost" and block == REFERENCE:
             warn("the checkpoint of the reference is damaged: it is trained again from the start")
         elif kind == "state_lost":

@@ -78,7 +78,7 @@ class ChannelReporter:
         elif kind == "task":
             self.block = fields["block"]
         elif kind == "step":
-            self._step(fields["step"], fields["loss"])
+            self._step(fields["step"], fields["loss"], pick_speed(fields))
         elif kind == "trained":
             self.channel.send(
                 kind="trained",
@@ -86,14 +86,20 @@ class ChannelReporter:
                 step=fields["step"],
                 seconds=round(fields["seconds"], 3),
                 peak_mb=peak_mb(),
+                **pick_speed(fields),
             )
         elif kind == "accepted":
             self.done = fields["step"] == self.steps
 
-    def _step(self, step: int, loss: float) -> None:
+    def _step(self, step: int, loss: float, speed: dict[str, float]) -> None:
         self.losses.append(loss)
         now = self.clock.monotonic()
         if now - self.last_report > REPORT_SECONDS or step == self.steps:
             mean = sum(self.losses) / len(self.losses)
-            self.channel.send(kind="step", block=self.block, step=step, loss=mean)
+            self.channel.send(kind="step", block=self.block, step=step, loss=mean, **speed)
             self.last_report, self.losses = now, []
+
+
+def pick_speed(fields: dict[str, Any]) -> dict[str, float]:
+    """Those fields of an event that say how fast a block trains."""
+    return {name: fields[name] for name in ("tokens_per_second", "peak_share")}

@@ -16,6 +16,7 @@ from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, block_weights
 from blocktrain.processes import Channel, peak_mb
 from blocktrain.runs.folder import RunFolder, load_reference, publish, read_manifest
+from blocktrain.worker.speed import SpeedMeter
 
 CHECKPOINT_SECONDS = 20.0
 REPORT_SECONDS = 0.2
@@ -67,12 +68,13 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
         _go_on(trainer, plan.origin)
     last_report = last_save = time.monotonic()
     losses: list[float] = []
+    meter = SpeedMeter(trainer)
     batches = plan.corpus().batches(plan.config, trainer.own_stream)
     for step, loss in trainer.run(batches, plan.config.steps):
         losses.append(loss)
-        now = time.monotonic()
+        now, speed = time.monotonic(), meter.after_step()
         if now - last_report > REPORT_SECONDS or step == plan.config.steps:
-            channel.send(kind="step", step=step, loss=sum(losses) / len(losses))
+            channel.send(kind="step", step=step, loss=sum(losses) / len(losses), **speed)
             last_report, losses = now, []
         if channel.should_stop:
             trainer.save(state)
@@ -81,7 +83,11 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
             trainer.save(state)
             last_save = now
     channel.send(
-        kind="trained", step=trainer.step, seconds=round(trainer.seconds, 3), peak_mb=peak_mb()
+        kind="trained",
+        step=trainer.step,
+        seconds=round(trainer.seconds, 3),
+        peak_mb=peak_mb(),
+        **meter.fields(trainer.step / max(trainer.seconds, 1e-9)),
     )
     publish(plan.run, REFERENCE, trainer.block)
     state.unlink(missing_ok=True)

@@ -129,6 +129,7 @@ def _worker(
         steps=lease.steps if lease else 0,
         loss=progress.loss if progress and lease and progress.task == lease.task else None,
         speed=1 / speed if speed else 0.0,
+        tokens_per_second=run.config.batch * run.config.context / speed if speed else 0.0,
         accepted=counts.accepted,
         refused=counts.refused,
         tokens=counts.tokens,

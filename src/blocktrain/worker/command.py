@@ -26,7 +26,7 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
-from blocktrain.terminal import amount, console
+from blocktrain.terminal import amount, console, speed
 from blocktrain.units import parse_bytes
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker
@@ -278,7 +278,7 @@ class TerminalOutput:
         t = self._task
         return (
             f"block {t['block']}  task {t['task']}  version {t['base']}  "
-            f"step {t['step']} of {t['of']}  loss {t['loss']:.3f} | {totals}"
+            f"step {t['step']} of {t['of']}  loss {t['loss']:.3f}  {speed(t)} | {totals}"
         )
 
 
@@ -288,9 +288,8 @@ def log_line(kind: str, fields: dict[str, Any], steps: int) -> str:
     if kind == "task":
         return f"{where}: {steps} steps from version {fields['base']}, step {fields['start']}"
     if kind == "trained":
-        rate = steps / max(fields["seconds"], 1e-9)
         size = amount(fields["bytes"])
-        return f"{where}: trained, loss {fields['loss']:.4f}, {rate:.1f} steps/s, sending {size}"
+        return f"{where}: trained, loss {fields['loss']:.4f}, {speed(fields)}, sending {size}"
     if kind == "sending":
         return f"{where}: still sending; asking for the next task"
     if kind == "resending":

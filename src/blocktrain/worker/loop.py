@@ -29,6 +29,7 @@ from blocktrain.worker.session import (
     WorkerSession,
     pause,
 )
+from blocktrain.worker.speed import SpeedMeter
 from blocktrain.worker.state import BlockFolder, PendingUpdate, TrainingState, WorkerCache
 from blocktrain.worker.task import BlockTraining, Downloads, open_training
 
@@ -285,12 +286,21 @@ class Worker:
         """All steps of a task, with no network; returns why it was abandoned, if it was."""
         order = task.order
         end = order.start_step + order.steps
+        meter = SpeedMeter(training.trainer)
         with HeartbeatThread(self._session, task) as heartbeat:
             batches = self.corpus.batches(self.config, order.stream)
             for step, loss in training.trainer.run(batches, end):
                 losses.append(loss)
                 heartbeat.step, heartbeat.loss = step - order.start_step, loss
-                self._emit("step", block=order.block, task=order.task, step=step, of=end, loss=loss)
+                self._emit(
+                    "step",
+                    block=order.block,
+                    task=order.task,
+                    step=step,
+                    of=end,
+                    loss=loss,
+                    **meter.after_step(),
+                )
                 if heartbeat.error is not None:
                     raise heartbeat.error
                 if self._stopped():
@@ -342,6 +352,7 @@ class Worker:
             loss=losses[-1],
             seconds=seconds,
             bytes=len(payload),
+            **SpeedMeter(training.trainer).fields(order.steps / seconds),
         )
         return UpdateUpload(self._session, pending, payload, after.residual, resend=False)
 

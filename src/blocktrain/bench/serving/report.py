@@ -85,7 +85,7 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
     if not (run.model / "config.json").exists():
         plan = TrainingPlan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:
-            train_blocks(plan, lambda index, step, loss: bars.update(block_name(index), step, loss))
+            train_blocks(plan, lambda index, event: bars.update(block_name(index), event))
         fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
     return folder
 

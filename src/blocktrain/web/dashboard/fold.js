@@ -92,7 +92,7 @@ const FOLDS = {
     worker.tokens += numberOr(e.tokens, 0);
     worker.bytesIn += numberOr(e.bytes, 0);
     worker.loss = numberOr(e.loss_after, worker.loss);
-    if (e.seconds > 0 && e.steps > 0) worker.speed = e.steps / e.seconds;
+    if (e.seconds > 0 && e.tokens > 0) worker.speed = e.tokens / e.seconds;
     if (worker.task?.task === e.task) finishTask(state, worker);
     block.accepted++;
     block.late += e.staleness > 0 ? 1 : 0;
@@ -196,7 +196,7 @@ function updateWorker(state, status, now) {
   for (const name of ["name", "device", "state", "accepted", "tokens"]) worker[name] = status[name];
   Object.assign(worker, { refused: Math.max(status.refused, worker.refused), bytesIn: status.bytes_in, bytesOut: status.bytes_out });
   Object.assign(worker, { block: status.block ?? worker.block, loss: status.loss ?? worker.loss });
-  if (status.speed > 0) worker.speed = status.speed;
+  if (status.tokens_per_second > 0) worker.speed = status.tokens_per_second;
   worker.task = status.task ? { ...worker.task, task: status.task, block: status.block, step: status.step, steps: status.steps } : null;
 }
 

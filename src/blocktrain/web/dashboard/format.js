@@ -56,8 +56,8 @@ export function perByte(value, moved) {
   return change(gain, size < 0.1 ? 4 : size < 1 ? 3 : size < 10 ? 2 : 1);
 }
 
-export function speed(stepsPerSecond) {
-  return stepsPerSecond > 0 ? stepsPerSecond.toFixed(stepsPerSecond < 10 ? 2 : 1) : NONE;
+export function speed(tokensPerSecond) {
+  return tokensPerSecond > 0 ? short(tokensPerSecond) : NONE;
 }
 
 export function percent(value) {

@@ -152,7 +152,7 @@ function figures(state, now) {
     {
       name: "Workers",
       value: count(here),
-      note: `${working} training${pace > 0 ? ` · ${short(pace)}\u00a0steps/s` : ""} · ${workers.length} known`,
+      note: `${working} training${pace > 0 ? ` · ${short(pace)}\u00a0tokens/s` : ""} · ${workers.length} known`,
     },
     {
       name: "Rounds closed",

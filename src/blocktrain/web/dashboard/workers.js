@@ -16,7 +16,7 @@ const COLUMNS = [
   { name: "block n", label: "block", by: (w) => w.block ?? 1e9, put: (cell, w) => setText(cell, w.block ?? NONE) },
   { name: "condition", label: "state", by: (w) => RANK[w.state] ?? 9, cell: (cell) => within(cell, "span"), put: putState },
   { name: "task", label: "task", by: taskProgress, down: true, cell: taskCell, put: putTask },
-  { name: "speed n", label: "steps/s", by: (w) => w.speed, down: true, put: (cell, w) => setText(cell, speed(w.speed)) },
+  { name: "speed n", label: "tokens/s", by: (w) => w.speed, down: true, put: (cell, w) => setText(cell, speed(w.speed)) },
   { name: "behind n", label: "behind", by: (w) => w.staleness ?? -1, down: true, put: putBehind },
   { name: "accepted n", label: "accepted", by: (w) => w.accepted, down: true, put: (cell, w) => setText(cell, count(w.accepted)) },
   { name: "refused n", label: "refused", by: (w) => w.refused, down: true, cell: twoLines, put: putRefused },
