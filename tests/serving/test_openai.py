@@ -212,7 +212,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [256]}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": ["a"] * 65, "n": 2}, "n"),
-    ({"prompt": "a" * 66_000, "echo": True, "logprobs": 1}, "prompt"),
+    ({"prompt": "a" * 140_000, "echo": True, "logprobs": 1}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 8193}, "max_tokens"),

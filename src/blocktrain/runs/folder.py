@@ -121,6 +121,9 @@ def create_run(
         for path in (folder, run.model, folder / "state"):
             path.mkdir(parents=True, exist_ok=True)
         write_tokenizer(folder, config)
+        parent = RunFolder(Path(origin.folder)).chat_template if origin else None
+        if parent is not None and parent.is_file():  # the model goes on in the same form
+            write_atomic(run.chat_template, parent.read_bytes())
         write_atomic(folder / "config.toml", content)
     except OSError as error:
         raise RunError(

@@ -216,7 +216,7 @@ class OpenAIApi:
             "n": m.MAX_CHOICES,
             "choices": m.MAX_ANSWERS,
             "logprobs": m.MAX_LOGPROBS,
-            "scored_tokens": m.MAX_SCORED,
+            "echo_logprobs": m.MAX_SCORED,
             "sweeps": m.MAX_SWEEPS,
             "body_bytes": MAX_BODY,
         }
@@ -305,7 +305,10 @@ class OpenAIApi:
                 async for piece in pieces:
                     _take(choices, piece)
                 missing = {block for one in choices if one.stats for block in one.stats.degraded}
-                return JSONResponse(m.response_body(job, choices), headers=degraded_header(missing))
+                # In a thread: the log-probabilities of a long prompt are many.
+                body = await asyncio.to_thread(m.response_body, job, choices)
+                headers = degraded_header(missing)
+                return Response(body, headers=headers, media_type="application/json")
             finally:
                 for choice in choices:
                     self.metrics.count_choice(choice)
@@ -372,12 +375,16 @@ def encode_prompts(job: TextJob, tokenizer: Tokenizer) -> TextJob:
         require_ids(ids, tokenizer, "prompt")
         encoded[prompt] = ids
     requests = [replace(request, prompt=encoded[request.prompt]) for request in job.requests]
-    scored = sum(len(request.prompt) for request in requests if request.score_prompt)
-    if scored > m.MAX_SCORED and requests[0].logprobs is not None:
+    scored = sum(
+        len(request.prompt) * (1 + request.logprobs)
+        for request in requests
+        if request.score_prompt and request.logprobs is not None
+    )
+    if scored > m.MAX_SCORED:
         raise ApiError(
             400,
-            f"prompt has {scored} tokens to score for echo and logprobs, but at most "
-            f"{m.MAX_SCORED} fit a request: send several",
+            f"prompt has {scored} log-probabilities to tell, of its tokens and of the likeliest "
+            f"ones, but at most {m.MAX_SCORED} fit a request: send several",
             "invalid_value",
             param="prompt",
         )

@@ -25,7 +25,7 @@ MAX_TOKENS = 8192  # of one choice
 MAX_CHOICES = 8  # of one prompt, and at work at the same time
 MAX_ANSWERS = 128  # all choices of all prompts of a request
 MAX_LOGPROBS = 20
-MAX_SCORED = 1 << 16  # tokens of all prompts of a request, if echo asks for their logprobs
+MAX_SCORED = 1 << 18  # log-probabilities of all prompts of a request, for echo
 MAX_SWEEPS = 64
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
@@ -481,14 +481,15 @@ def _head(job: TextJob, kind: str) -> dict[str, Any]:
     }
 
 
-def response_body(job: TextJob, choices: Sequence[TextChoice]) -> dict[str, Any]:
-    """The answer in one piece."""
-    return {
+def response_body(job: TextJob, choices: Sequence[TextChoice]) -> bytes:
+    """The answer in one piece, as JSON."""
+    content = {
         **_head(job, job.form.object),
         "choices": [job.form.choice(choice, choice.whole) for choice in choices],
         "usage": usage(job, choices),
         "blocktrain": facts([choice.stats for choice in choices], job.requests[0].seed),
     }
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def chunk(job: TextJob, choice: TextChoice, fragment: Fragment) -> bytes:

@@ -37,7 +37,7 @@ from blocktrain.serving.entry.failover import AnswerFailed, retrieve_exception
 from blocktrain.serving.entry.fan import FanSession
 from blocktrain.serving.entry.ring import RingSession
 
-SCORED_VALUES = 1 << 24  # logits that one sweep over a prompt returns
+SCORED_VALUES = 1 << 22  # logits that one sweep over a prompt returns
 SLICE = 8  # tokens that are drafted before another answer may compute
 LOOK_SECONDS = 0.005  # between two checks whether the thread is idle
 
