@@ -40,6 +40,7 @@ ADDED = (
     "tokenizer",
     "tokenizer_hash",
     "vocabulary",
+    "embedding",
     "micro_batch",
     "checkpoint_activations",
     "compile",
@@ -47,6 +48,7 @@ ADDED = (
 DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
 BPE_SIZES = (300, 1_000_000)
 LARGEST_VOCABULARY = 1 << 20
+MOST_TABLES = 1024  # tokens of a vocabulary that is small enough for several tables
 WORDS = {
     **dict.fromkeys(
         ("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "must be a whole number"
@@ -170,6 +172,10 @@ class Config(BaseModel):
     """Tokens a block sees at once."""
     lookback: int = Field(default=4, ge=1, le=64)
     """Tokens a position is embedded with: its own and those just before it."""
+    embedding: Literal["auto", "full", "shared"] = "auto"
+    """full: a table of the vocabulary for each token of the lookback, and one for the head.
+    shared: one table for all of them, and a matrix for the tokens before. auto: shared for more
+    than 1,024 tokens."""
     z_width: int = Field(default=128, ge=2, le=16384)
     """Width of the target table (used by objective=denoise)."""
     tokenizer: Annotated[str, AfterValidator(require_tokenizer)] = "bytes"
@@ -280,6 +286,8 @@ class Config(BaseModel):
             raise ValueError(f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}")
         self._check_composition()
         self._check_tail()
+        if self.embedding == "shared" and not self.predicts_without_noise:
+            raise ValueError("skip=edm has a head of another width: use embedding=full")
         size = TOKENIZERS.get(self.tokenizer, self.vocabulary)
         if self.vocabulary != size or (self.tokenizer in TOKENIZERS and self.tokenizer_hash):
             raise ValueError(f"tokenizer={self.tokenizer} has {size} tokens and no tokenizer_hash")
@@ -328,6 +336,12 @@ class Config(BaseModel):
             for name, value in serialize(self).items()
             if name not in ADDED or value != fields[name].default
         }
+
+    @property
+    def shares_table(self) -> bool:
+        """Whether one table of the vocabulary serves the head and all tokens of the lookback."""
+        large = self.vocabulary > MOST_TABLES and self.predicts_without_noise
+        return self.embedding == "shared" or (self.embedding == "auto" and large)
 
     @property
     def traits(self) -> Traits:

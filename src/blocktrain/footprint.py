@@ -14,7 +14,7 @@ from blocktrain.shapes import Shapes, block_parameters, block_shapes
 
 FLOAT = 4  # bytes
 PROCESS = 280 * 10**6  # bytes of Python and torch, before the first tensor
-INSIDE = ("layers.", "mix.", "correct.", "hand_on.")  # whose matrices Muon moves
+INSIDE = ("layers.", "mix.", "correct.", "hand_on.", "look_back.")  # whose matrices Muon moves
 BACKWARD = 13  # floats per position and unit of width that the backward pass of a layer adds
 
 
@@ -58,7 +58,8 @@ def training_footprint(config: Config, index: int) -> Footprint:
     shapes = block_shapes(config, index)
     parameters = _count(shapes)
     # Angles of the rotary embedding, and the target table.
-    constants = config.context * config.width // config.heads + config.vocabulary * config.z_width
+    targets = config.vocabulary * config.z_width if config.objective == "denoise" else 0
+    constants = config.context * config.width // config.heads + targets
     heads = config.width * config.vocabulary
     return Footprint(
         weights=FLOAT * (parameters + constants),
@@ -99,10 +100,12 @@ def _working(config: Config, index: int) -> float:
 def _inputs(config: Config, index: int) -> tuple[float, float]:
     """Floats per position of what a block reads: at the logits, and in its layers."""
     W, N = config.width, config.reads(index)
+    back = config.lookback - (not N) if config.shares_table else 0
+    tokens = 4 + back * W * _half(config)  # vectors of the lookback, if one matrix reads them
     if not N:
-        floats = 4 + (3 * config.z_width if config.objective == "denoise" else 0)
+        floats = tokens + (3 * config.z_width if config.objective == "denoise" else 0)
         return floats, floats
-    mixed = 4 + N * W * _half(config)
+    mixed = tokens + N * W * _half(config)
     return mixed + N * W * (2 + _half(config)), mixed  # corrections, normed and raw features
 
 

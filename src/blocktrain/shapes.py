@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def block_shapes(config: Config, index: int) -> Shapes:
     """The parameters of block `index` (from 1) as they travel: name -> shape."""
-    shapes = _embedding(config) | _layers(config)
+    shapes = _embedding(config, index) | _layers(config)
     return shapes | (_fusion(config) if index == config.fusion else _independent(config))
 
 
@@ -30,8 +30,12 @@ def model_parameters(config: Config) -> int:
     return config.independent * block_parameters(config, 1) + fusion
 
 
-def _embedding(config: Config) -> Shapes:
-    return {"embed": (config.lookback, config.vocabulary, config.width)}
+def _embedding(config: Config, index: int) -> Shapes:
+    """Tables for the tokens; or, if one table serves all, which is the head, a matrix."""
+    W, back = config.width, config.lookback - (index != config.fusion)
+    if not config.shares_table:
+        return {"embed": (config.lookback, config.vocabulary, W)}
+    return {"look_back.weight": (back * W, W)} if back else {}
 
 
 def _layers(config: Config) -> Shapes:
@@ -83,8 +87,10 @@ def flops_per_token(config: Config, index: int) -> float:
     """
     W, L, V = config.width, config.layers_per_block, config.vocabulary
     layers = L * (12 * W**2 + W * config.context)
+    tokens = prod(_embedding(config, index).get("look_back.weight", (0,)))
     if index == 0:  # the end-to-end model of the same shape
-        return 6.0 * (config.blocks * layers + W * V)
+        return 6.0 * (config.blocks * layers + tokens + W * V)
+    layers += tokens
     if index != config.fusion:
         extra = 2 * config.z_width * W if config.objective == "denoise" else 0
         return 6.0 * (layers + W * V + extra)

@@ -46,6 +46,24 @@ def test_header_tells_the_machine_but_not_whose_it_is() -> None:
     assert str(Path.cwd()) not in json.dumps(result)
 
 
+def test_a_large_vocabulary_does_not_eat_the_block() -> None:
+    result = measure_memory(tiny(), settings={"tokenizer": "bpe:2000"}, depth=4)
+    full = measure_memory(tiny(), settings={"tokenizer": "bpe:2000", "embedding": "full"}, depth=4)
+    assert (result["vocabulary"], result["shared_table"], full["shared_table"]) == (
+        2000,
+        True,
+        False,
+    )
+    for one, several in zip(result["rows"], full["rows"], strict=True):
+        assert one["in_tables"] == 2000 * 32 and several["in_tables"] == 5 * 2000 * 32
+        assert one["fusion_in_tables"] == 0 and several["fusion_in_tables"] == 4 * 2000 * 32
+        for worker in ("worker", "fusion"):
+            assert one[worker]["optimizer"] < several[worker]["optimizer"] / 2.5
+            assert one[worker]["total"] < several[worker]["total"]
+    with pytest.raises(ConfigError, match="here only bytes or bpe:N is measured"):
+        measure_memory(settings={"tokenizer": "gpt2"})
+
+
 def test_one_thread_puts_back_what_was_set_even_after_an_error() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -20,6 +20,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
     "tail": {"objective": "denoise", "compose": "euler", "tail": 4},
     "tokens": {"tokenizer": "bpe:1000"},
+    "large vocabulary": {"tokenizer": "bpe:4096"},
+    "large, paper": {
+        "objective": "denoise",
+        "skip": "edm",
+        "compose": "euler",
+        "tokenizer": "bpe:4096",
+    },
+    "full tables": {"tokenizer": "bpe:4096", "embedding": "full"},
     "lookback": {"lookback": 1, "tokenizer": "bpe:4096"},
 }
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blocktrain.config import Config
+from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model, build_block
 from blocktrain.learning.model import (
     MIN_ROWS,
@@ -29,7 +30,15 @@ CONTEXT = 72  # longer than two tiles of the attention kernel, and no multiple o
 FUSE = random_model(tiny_config(context=CONTEXT))
 POOL = random_model(tiny_config(context=CONTEXT, compose="pool"))
 DENOISE = random_model(tiny_config(context=CONTEXT, compose="pool", objective="denoise"))
-MODELS = {"fuse": FUSE, "pool": POOL, "denoise": DENOISE}
+SHARED = random_model(tiny_config(context=CONTEXT, embedding="shared"))
+DENOISE_SHARED = random_model(DENOISE.config.replace(embedding="shared"))
+MODELS = {
+    "fuse": FUSE,
+    "pool": POOL,
+    "denoise": DENOISE,
+    "fuse, one table": SHARED,
+    "denoise, one table": DENOISE_SHARED,
+}
 TEXT = torch.randint(0, 256, (1, CONTEXT), generator=torch.Generator().manual_seed(1))
 
 chunkings = st.lists(
@@ -70,8 +79,13 @@ def test_every_chunk_size_gives_the_same_bits() -> None:
         )
 
 
-def test_a_long_prompt_gives_the_same_bits_where_blas_would_sum_in_another_order() -> None:
-    model = random_model(tiny_config(blocks=2, width=256, heads=4, context=300))
+@pytest.mark.parametrize("embedding", ["full", "shared"])
+def test_a_long_prompt_gives_the_same_bits_where_blas_would_sum_in_another_order(
+    embedding: str,
+) -> None:
+    model = random_model(
+        tiny_config(blocks=2, width=256, heads=4, context=300, embedding=embedding)
+    )
     text = torch.randint(0, 256, (1, 300), generator=torch.Generator().manual_seed(2))
     scorer = model.scorer()
     assert torch.equal(in_chunks(scorer, text, [37, 200, 1, 2]), scorer(text, 0))
@@ -161,12 +175,13 @@ def test_the_positions_of_a_tail_see_each_other_and_not_their_bytes() -> None:
     assert all(not torch.allclose(after[:, t], before[:, t]) for t in range(12, 16))
 
 
-def test_fusion_starts_exactly_as_the_pool() -> None:
-    config = tiny_config(context=CONTEXT)
+@pytest.mark.parametrize("model", [FUSE, SHARED])
+def test_fusion_starts_exactly_as_the_pool(model: Model) -> None:
+    config = model.config
     fusion = build_fusion(config, config.blocks)
-    fusion.readout.copy_from(FUSE.blocks)
-    features, present = FUSE.all_features(TEXT), torch.ones(2, 1)
-    readout = Model(config, FUSE.blocks).readout()
+    fusion.readout.copy_from(model.blocks)
+    features, present = model.all_features(TEXT), torch.ones(2, 1)
+    readout = Model(config, model.blocks).readout()
     assert fusion.correct.weight.any()  # what trains has a gradient from the first step on
     assert torch.equal(
         fusion.combine(TEXT, features, present), readout(readout.normalize(features), present)
@@ -318,8 +333,44 @@ def test_the_reference_has_all_layers_and_reads_only_tokens() -> None:
 
 
 def test_the_target_table_has_unit_rows_drawn_from_the_seed() -> None:
-    table = target_table(tiny_config())
+    table = target_table(DENOISE.config)
     assert table.shape == (256, 8)
     assert torch.allclose(table.norm(dim=1), torch.ones(256))
-    assert torch.equal(table, target_table(tiny_config()))
-    assert not torch.equal(table, target_table(tiny_config(seed=1)))
+    assert torch.equal(table, target_table(DENOISE.config))
+    assert not torch.equal(table, target_table(DENOISE.config.replace(seed=1)))
+
+
+def test_with_a_large_vocabulary_one_table_serves_the_head_and_all_tokens() -> None:
+    small = tiny_config(tokenizer="bpe:1024")
+    large = tiny_config(tokenizer="bpe:1025")
+    assert not small.shares_table and large.shares_table
+    assert not large.replace(embedding="full").shares_table
+    assert small.replace(embedding="shared").shares_table
+    tables = {
+        index: [n for n, p in build_block(large, index).named_parameters() if 1025 in p.shape]
+        for index in (1, large.blocks)
+    }
+    assert tables == {1: ["head.weight"], large.blocks: []}, "a fusion block trains none"
+    one = build_block(large.replace(lookback=1), 1)
+    assert not any("look_back" in name for name, _ in one.named_parameters())
+
+
+def test_one_table_reads_as_many_tokens_back_as_several_do() -> None:
+    changed = TEXT.clone()
+    changed[:, 40] += 1
+    block = SHARED.blocks[0]
+    before, after = (block.embed_tokens(text, 0, None, 0) for text in (TEXT, changed % 256))
+    differs = (before != after).any(-1)[0].nonzero().flatten().tolist()
+    assert differs == list(range(40, 40 + SHARED.config.lookback))
+
+
+def test_one_table_is_not_for_the_head_of_edm() -> None:
+    edm = {"objective": "denoise", "skip": "edm", "compose": "euler"}
+    assert not tiny_config(tokenizer="bpe:4096", **edm).shares_table
+    with pytest.raises(ConfigError, match="use embedding=full"):
+        tiny_config(embedding="shared", **edm)
+
+
+def test_only_denoising_holds_a_target_table() -> None:
+    assert target_table(tiny_config()).numel() == 0
+    assert target_table(DENOISE.config).shape == (256, 8)

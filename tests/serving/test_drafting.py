@@ -28,7 +28,10 @@ FUSE = random_model(tiny_config(context=CONTEXT))
 DENOISE = random_model(tiny_config(context=CONTEXT, compose="pool", objective="denoise"))
 
 
-@pytest.mark.parametrize("model", [FUSE, DENOISE], ids=["next", "denoise"])
+SHARED = [random_model(model.config.replace(embedding="shared")) for model in (FUSE, DENOISE)]
+
+
+@pytest.mark.parametrize("model", [FUSE, DENOISE, *SHARED])
 def test_the_fast_drafter_has_the_bits_of_the_plain_one(model: Model) -> None:
     with torch.inference_mode():
         plain, lean = (

@@ -117,10 +117,11 @@ def tune(options: QualityOptions) -> BenchResult:
     return result
 
 
-def memory(command: str, seed: int) -> BenchResult:
+def memory(command: str, seed: int, settings: dict[str, Any]) -> BenchResult:
     """See `bench.memory`."""
     with bar("measuring memory") as progress:
-        return {**header(command, seed), **measure_memory(seed=seed, progress=progress)}
+        result = measure_memory(settings=settings, seed=seed, progress=progress)
+        return {**header(command, seed), **result}
 
 
 def step(command: str, seed: int, repeats: int) -> BenchResult:

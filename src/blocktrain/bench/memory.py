@@ -7,19 +7,21 @@ of its own, because it also holds the frozen blocks that it reads, and their fea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from blocktrain.bench.machine import random_text
-from blocktrain.config import Config
+from blocktrain.config import TOKENIZERS, Config, bpe_size
 from blocktrain.errors import ConfigError
 from blocktrain.learning.model import Block, build_independent
 from blocktrain.learning.shards import memory_batches
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.train import REFERENCE, Trainer
+from blocktrain.shapes import block_parameters, block_shapes
 
 BLOCKS = (2, 4, 8, 16)
 SLACK = 0.10  # every block has its own embedding, head and softmax: they may add this to 1 / blocks
@@ -28,6 +30,7 @@ SLACK = 0.10  # every block has its own embedding, head and softmax: they may ad
 def measure_memory(
     config: Config | None = None,
     *,
+    settings: Mapping[str, Any] | None = None,
     depth: int = 16,
     seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
@@ -39,7 +42,11 @@ def measure_memory(
             f"depth={depth} cannot be split into {', '.join(map(str, BLOCKS))} blocks; "
             "use a multiple of 2"
         )
-    base = (config or Config(width=128, context=128, batch=16)).replace(seed=seed)
+    base = (config or Config(width=128, context=128, batch=16)).replace(
+        seed=seed, **(settings or {})
+    )
+    if base.tokenizer not in TOKENIZERS and bpe_size(base.tokenizer) is None:
+        raise ConfigError(f"tokenizer={base.tokenizer}: here only bytes or bpe:N is measured")
     with limited_threads():
         # One reference serves every row: its shape depends on the total depth only.
         reference = _measure_bytes(Trainer(_with_blocks(base, counts[0], depth), REFERENCE))
@@ -53,6 +60,8 @@ def measure_memory(
         "width": base.width,
         "context": base.context,
         "batch": base.batch,
+        "vocabulary": base.vocabulary,
+        "shared_table": base.shares_table,
         "dtype": base.dtype,
         "compose": base.compose,
         "threads": 1,
@@ -76,10 +85,20 @@ def _row(config: Config, reference: dict[str, int]) -> dict[str, Any]:
         "layers_per_block": config.layers_per_block,
         "ratio": worker["total"] / reference["total"],
         "bound": 1 / config.blocks + SLACK,
+        "parameters": block_parameters(config, 1),
+        "in_tables": _in_tables(config, 1),
+        "fusion_parameters": block_parameters(config, config.blocks) if fusion else None,
+        "fusion_in_tables": _in_tables(config, config.blocks) if fusion else None,
         "fusion_ratio": fusion["total"] / reference["total"] if fusion else None,
         "worker": worker,
         "fusion": fusion,
     }
+
+
+def _in_tables(config: Config, index: int) -> int:
+    """Parameters of a block that its tables of the vocabulary hold."""
+    shapes = block_shapes(config, index)
+    return sum(prod(shapes[name]) for name in ("embed", "head.weight") if name in shapes)
 
 
 def _fusion(config: Config) -> dict[str, int]:

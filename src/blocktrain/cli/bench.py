@@ -59,14 +59,29 @@ def quality(
     commands.show(commands.tune(options) if tune else commands.quality(options), json_)
 
 
-def memory(*, seed: int = 0, json_: Json = False) -> None:
+def memory(
+    *,
+    tokenizer: str = "bytes",
+    embedding: Literal["auto", "full", "shared"] = "auto",
+    seed: int = 0,
+    json_: Json = False,
+) -> None:
     """Memory of one worker against the end-to-end trainer, for 2 to 16 blocks.
 
-    Bytes of the optimizer, of the gradients and of the saved activations.
+    Bytes of the optimizer, of the gradients and of the saved activations; and how many parameters
+    are in tables of the vocabulary.
+
+    Parameters
+    ----------
+    tokenizer
+        bytes, or bpe:N for any vocabulary of N tokens.
+    embedding
+        As in train: whether one table of the vocabulary serves all purposes.
     """
     from blocktrain.bench import commands
 
-    commands.show(commands.memory(command_line(), seed), json_)
+    settings = {"tokenizer": tokenizer, "embedding": embedding}
+    commands.show(commands.memory(command_line(), seed, settings), json_)
 
 
 def step(

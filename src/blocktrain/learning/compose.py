@@ -72,13 +72,13 @@ class Model:
 
     def __post_init__(self) -> None:
         self.compose = self.compose or self.config.compose
-        self.table = target_table(self.config).to(self.blocks[0].embed.device)
+        self.table = target_table(self.config).to(self.blocks[0].device)
         for block in [*self.blocks, *([self.fusion] if self.fusion else [])]:
             block.requires_grad_(False).eval()
 
     @property
     def device(self) -> torch.device:
-        return self.blocks[0].embed.device
+        return self.blocks[0].device
 
     @property
     def composition(self) -> Composition:
@@ -315,7 +315,7 @@ def make_pool(
 ) -> Readout:
     """The log-linear pool of some blocks; without weights, of equal ones."""
     first = blocks[0]
-    readout = Readout(len(blocks), config.width, first.vocabulary).to(first.embed.device)
+    readout = Readout(len(blocks), config.width, first.vocabulary).to(first.device)
     readout.requires_grad_(False).copy_from(blocks)
     if weights is not None:
         readout.weights.copy_(weights)

@@ -128,7 +128,7 @@ def evaluate_alone(
         split,
         context,
         rows=rows,
-        device=block.embed.device,
+        device=block.device,
         progress=progress,
     )["ce"]
 
@@ -136,7 +136,7 @@ def evaluate_alone(
 @torch.no_grad()
 def text_bits(block: IndependentBlock, prompt: Sequence[int], text: Sequence[int]) -> float:
     """Bits per token of `text` after `prompt` under a plain block; both must fit its context."""
-    ids = torch.tensor([[*prompt, *text]], device=block.embed.device)
+    ids = torch.tensor([[*prompt, *text]], device=block.device)
     logp = block(block.features(ids[:, :-1])).log_softmax(-1)
     chosen_logp = logp[0, torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(prompt) - 1 :]
     return -chosen_logp.double().mean().item() / math.log(2)

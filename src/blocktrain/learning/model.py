@@ -72,10 +72,10 @@ class Cache:
     """
 
     def __init__(self, block: Block, batch: int) -> None:
-        slots, width = block.context + MIN_ROWS, block.embed.shape[-1]
+        slots, width = block.context + MIN_ROWS, block.width
         shape = (len(block.layers), 2, batch, block.heads, slots, width // block.heads)
-        self.data = torch.zeros(shape, device=block.embed.device, dtype=block.embed.dtype)
-        self.ids = torch.zeros(batch, slots, device=block.embed.device, dtype=torch.long)
+        self.data = torch.zeros(shape, device=block.device, dtype=block.dtype)
+        self.ids = torch.zeros(batch, slots, device=block.device, dtype=torch.long)
         carry_slots = slots if isinstance(block, FusionBlock) else 0
         self.carry = torch.zeros(batch, carry_slots, width).to(self.data)
         self.length = 0
@@ -204,10 +204,12 @@ class Block(nn.Module):
     def __init__(self, config: Config, *, layers: int) -> None:
         super().__init__()
         W = config.width
-        self.context, self.heads = config.context, config.heads
+        self.context, self.heads, self.width = config.context, config.heads, W
+        self.lookback, self.shares_table = config.lookback, config.shares_table
         self.checkpoint_activations = config.checkpoint_activations
         self.vocabulary = config.vocabulary
-        self.embed = nn.Parameter(torch.randn(config.lookback, self.vocabulary, W) * 0.1)
+        if not self.shares_table:
+            self.embed = nn.Parameter(torch.randn(config.lookback, self.vocabulary, W) * 0.1)
         self.layers = nn.ModuleList([Layer(W, config.heads) for _ in range(layers)])
         self.register_buffer(
             "rotation", rotations(config.context + MIN_ROWS, W // config.heads), persistent=False
@@ -219,6 +221,28 @@ class Block(nn.Module):
 
     def new_cache(self) -> Cache:
         return Cache(self, 1)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def shared_table(self) -> Tensor:
+        """The table (W, V) that a block reads tokens with if it has none for them alone."""
+        raise NotImplementedError
+
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        """Vectors (B, T, W) of the tokens at distance 0, 1, ... as one."""
+        raise NotImplementedError
+
+    def full_tables(self) -> Tensor:
+        """What every token adds at every distance back, (lookback, V, W)."""
+        if not self.shares_table:
+            return self.embed
+        rows = self.shared_table().T[None]
+        distances = range(self.lookback)
+        return torch.cat(
+            [self.join_tokens([rows * (i == back) for i in distances]) for back in distances]
+        )
 
     def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
         """The residual stream (B, T, W) after the last layer."""
@@ -244,10 +268,9 @@ class Block(nn.Module):
         return x
 
     def embed_tokens(self, tokens: Tensor, start: int, cache: Cache | None, tail: int) -> Tensor:
-        """Every position as the sum of its own token and the few before it, (B, T, W).
+        """Every position from its own token and the few before it, (B, T, W).
 
-        Each distance back has a table of its own. Two layers can then spend their attention on
-        more than finding the neighbours of a token.
+        Two layers can then spend their attention on more than finding the neighbours of a token.
         """
         T, before = tokens.shape[1], 0
         if start + T > self.context:
@@ -256,21 +279,32 @@ class Block(nn.Module):
             )
         if cache:
             cache.ids[:, start : start + T] = tokens
-            before = min(start, self.embed.shape[0] - 1)
+            before = min(start, self.lookback - 1)
             tokens = cache.ids[:, start - before : start + T]
         positions = torch.arange(before + T, device=tokens.device)
         # The first position of a tail still knows its token: it does not know the next one.
         known = (positions <= before + T - tail)[:, None] if tail else None
+        add_up = self.add_shared if self.shares_table else self.add_tables
+        x = add_up(tokens, before, known)
+        return x if known is None else torch.where(known[before:], x, x + self.mask)
+
+    def add_tables(self, tokens: Tensor, before: int, known: Tensor | None) -> Tensor:
+        """The sum of the tokens, each distance back from a table of its own, (B, T, W)."""
         x = torch.zeros((), device=tokens.device)
-        for back, table in enumerate(self.embed[: before + T]):
+        for back, table in enumerate(self.embed[: tokens.shape[1]]):
             vectors = F.embedding(tokens, table)
             vectors = vectors if known is None else vectors * known
             x = x + F.pad(vectors, (0, 0, back, -back))
-        return (
-            x[:, before:]
-            if known is None
-            else torch.where(known[before:], x[:, before:], x[:, before:] + self.mask)
-        )
+        return x[:, before:]
+
+    def add_shared(self, tokens: Tensor, before: int, known: Tensor | None) -> Tensor:
+        """The token and those before it, all from one table, joined by a matrix, (B, T, W)."""
+        vectors = F.embedding(tokens, self.shared_table().T)
+        vectors = vectors if known is None else vectors * known
+        T, most = tokens.shape[1] - before, self.lookback - 1
+        shifted = F.pad(vectors, (0, 0, most, 0))  # nothing precedes the first position
+        firsts = range(most + before, before - 1, -1)
+        return self.join_tokens([shifted[:, first : first + T] for first in firsts])
 
     def visible(self, T: int, start: int, cache: Cache | None, tail: int) -> Tensor | None:
         """Which keys a query may see: itself and what came before.
@@ -280,8 +314,8 @@ class Block(nn.Module):
         if cache is None and not tail:
             return None
         queries = T + -T % MIN_ROWS if cache else T
-        keys = torch.arange(cache.data.shape[-2] if cache else T, device=self.embed.device)
-        query = start + torch.arange(queries, device=self.embed.device)
+        keys = torch.arange(cache.data.shape[-2] if cache else T, device=self.device)
+        query = start + torch.arange(queries, device=self.device)
         last = start + T - 1
         in_tail = (query > last - tail) & (query <= last)
         return (keys <= query[:, None]) | (in_tail[:, None] & (keys <= last))
@@ -306,6 +340,17 @@ class IndependentBlock(Block):
         if self.skip == "edm":
             self.z_out = Linear(W, config.z_width)
         self.head = Linear(config.z_width if self.skip == "edm" else W, self.vocabulary, gain=0.5)
+        if self.shares_table and self.lookback > 1:  # starts at zero: first a token means itself
+            back = self.lookback - 1
+            self.look_back = Linear(back * W, W, gain=0, parts=back)
+
+    def shared_table(self) -> Tensor:
+        """The head reads features with the vectors that stand for the tokens."""
+        return self.head.weight
+
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        own, *before = vectors
+        return own + self.look_back(torch.cat(before, -1)) if before else own
 
     def features(
         self,
@@ -347,6 +392,15 @@ class FusionBlock(Block):
         self.mix = Linear(reads * W, W, parts=reads)
         self.correct = Linear(W, reads * W, parts=reads)
         self.hand_on = Linear(reads * W, W, gain=0, parts=reads)
+        if self.shares_table:
+            self.look_back = Linear(self.lookback * W, W, parts=self.lookback)
+
+    def shared_table(self) -> Tensor:
+        """That of the first block: a fusion block trains no table of the vocabulary."""
+        return self.readout.heads[0]
+
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        return self.look_back(torch.cat(vectors, -1))
 
     def combine(
         self, tokens: Tensor, features: Tensor, present: Tensor, cache: Cache | None = None
@@ -418,7 +472,12 @@ def noise_features(c_noise: Tensor) -> Tensor:
 
 
 def target_table(config: Config) -> Tensor:
-    """Y (V, Z): unit rows drawn from the run's seed; never trained, never shipped."""
+    """Y (V, Z): unit rows drawn from the run's seed; never trained, never shipped.
+
+    Only objective=denoise has targets.
+    """
+    if config.objective != "denoise":
+        return torch.zeros(0, config.z_width)
     generator = torch.Generator().manual_seed(config.seed)
     rows = torch.randn(config.vocabulary, config.z_width, generator=generator)
     return F.normalize(rows, dim=-1)

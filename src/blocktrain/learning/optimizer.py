@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from blocktrain.learning.model import Linear
 
 # Matrices from the residual stream to the residual stream.
-INSIDE = ("layers.", "mix.", "correct.", "hand_on.")
+INSIDE = ("layers.", "mix.", "correct.", "hand_on.", "look_back.")
 # Newton-Schulz with a steep start: five rounds bring singular values near one.
 STEEP = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5

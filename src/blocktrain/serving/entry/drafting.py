@@ -47,11 +47,13 @@ class DraftBlock:
             )
         self.number, self.block, self._served = number, block, served
         self.cache = Cache(block, 1)
-        slots, width = self.cache.data.shape[-2], block.embed.shape[-1]
+        slots, width = self.cache.data.shape[-2], block.width
         heads, size = block.heads, width // block.heads
-        self._tables = block.embed.reshape(-1, width)  # (lookback * V, W)
-        self._offsets = [block.vocabulary * back for back in range(block.embed.shape[0])]
-        device = block.device
+        # The vectors of all tokens at every distance back, (lookback * V, W), or of one table.
+        shared, device = block.shares_table, block.device
+        self._tables = block.shared_table().T if shared else block.embed.reshape(-1, width)
+        step = 0 if shared else block.vocabulary
+        self._offsets = [step * back for back in range(block.lookback)]
         self._query = torch.zeros(1, heads, MIN_ROWS, size, device=device)
         cosine, sine = block.rotation
         self._cosine, self._sine = (
@@ -105,8 +107,13 @@ class DraftBlock:
         at = [offset + token for offset, token in zip(self._offsets, reversed(last), strict=False)]
         rows = self._tables[torch.tensor(at, device=self._tables.device)]
         x = rows.new_zeros(MIN_ROWS, rows.shape[-1])
-        for row in rows:
-            x[0] += row
+        if self.block.shares_table:
+            vectors = rows.new_zeros(len(self._offsets), 1, *x.shape)
+            vectors[: len(rows), 0, 0] = rows
+            x = self.block.join_tokens(list(vectors))[0]
+        else:
+            for row in rows:
+                x[0] += row
         if self._extra is not None:
             x[0] += self._extra
         return x
