@@ -73,45 +73,47 @@ def training_footprint(config: Config, index: int) -> Footprint:
 
 
 def _working(config: Config, index: int) -> float:
-    """Floats of activations and gradients at the worst of five moments."""
+    """Floats of activations and gradients at the worst moment of a step."""
     W, L, V = config.width, config.layers_per_block, config.vocabulary
-    shapes = block_shapes(config, index)
-    gradients = _count(shapes)
+    gradients = _count(block_shapes(config, index))
     positions = config.rows * config.context
     before = gradients if config.rows < config.batch else 0  # of the micro-batches before
-    kept, layer = (W if config.checkpoint_activations else _layer(config)), _layer(config)
+    cast = before + _cast_weights(config, index)
+    inputs, head, layer = _inputs(config, index), _head(config, index), _layer(config)
+    kept = L * (W if config.checkpoint_activations else layer)
     again = layer if config.checkpoint_activations else 0
-    inputs, mixed = _inputs(config, index)
-    head = _head(config, index)
     backward = BACKWARD * W * _half(config)
-    cast = _cast_weights(config, index)
+    features = config.reads(index) * W
     return max(
-        # The forward pass has ended: all is kept, and the logits are there twice.
-        before + cast + positions * (inputs + L * kept + head + 2 * V),
-        # The backward pass is in the last layer,
-        max(before, W * V) + cast + positions * (mixed + L * kept + again + backward),
+        # The heads of the blocks read their features, raw, normed, corrected and joined.
+        cast + positions * (inputs + kept + head + 3 * features + V),
+        # The backward pass begins: the logits are there three times.
+        cast + positions * (inputs + kept + head + 3 * V),
+        # It is in the last layer,
+        max(cast, W * V) + positions * (inputs + kept + again + backward),
         # or in the first.
-        gradients + positions * (mixed + layer + backward),
+        gradients + positions * (inputs + layer + backward),
         # The optimizer moves the weights.
         gradients + _muon_matrices(config, index),
     )
 
 
-def _inputs(config: Config, index: int) -> tuple[float, float]:
-    """Floats per position of what a block reads: at the logits, and in its layers."""
-    W, N = config.width, config.reads(index)
+def _inputs(config: Config, index: int) -> float:
+    """Floats per position of what a block reads, kept until its layers are done."""
+    W, N, half = config.width, config.reads(index), _half(config)
+    # Vectors of the lookback, if one matrix reads them.
     back = config.lookback - (not N) if config.shares_table else 0
-    tokens = 4 + back * W * _half(config)  # vectors of the lookback, if one matrix reads them
-    if not N:
-        floats = tokens + (3 * config.z_width if config.objective == "denoise" else 0)
-        return floats, floats
-    mixed = tokens + N * W * _half(config)
-    return mixed + N * W * (2 + _half(config)), mixed  # corrections, normed and raw features
+    noised = 3 * config.z_width if config.objective == "denoise" and not N else 0
+    return 4 + (back + N) * W * half + noised
 
 
 def _head(config: Config, index: int) -> float:
-    """Floats per position between the last layer and the logits: the norm, and a product."""
-    return config.width * ((0 if config.reads(index) else 2) + _half(config))
+    """Floats per position between the last layer and the logits: a norm and a product.
+
+    A fusion block keeps the normed features and their corrections.
+    """
+    half = _half(config)
+    return config.width * (half + (config.reads(index) * (1 + half) or 2))
 
 
 def _layer(config: Config) -> float:

@@ -55,7 +55,7 @@ def size_settings(size: str, named: Mapping[str, Any]) -> dict[str, Any]:
     """What a size chooses, to fit the named settings."""
     P = parse_size(size)
     chosen: dict[str, Any] = {
-        "tokenizer": f"bpe:{_power_of_two((2 * P) ** 0.5, 2048, 65536)}",
+        "tokenizer": f"bpe:{_power_of_two(P**0.5, 2048, 32768)}",
         "context": _power_of_two(128 * (P / SMALLEST) ** 0.5, 128, 2048),
         "blocks": 4 if P < 100e6 else 8 if P < 5e9 else 16,
     }
@@ -124,7 +124,7 @@ def _widths() -> list[int]:
     """Widths in steps of about a thirtieth, multiples of a power of two, that heads divide."""
     return [
         width
-        for low in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+        for low in (64, 128, 256, 512, 1024, 2048, 4096, 8192)
         for width in range(low, 2 * low, max(8, low // 16))
     ] + [16384]
 

@@ -32,7 +32,13 @@ def test_a_model_has_the_parameters_of_its_name(size: str) -> None:
 @pytest.mark.parametrize("size", ALL)
 @pytest.mark.parametrize(
     "named",
-    [{"tokenizer": "bytes"}, {"blocks": 2}, {"compose": "pool"}, {"layers_per_block": 1}],
+    [
+        {"tokenizer": "bytes"},
+        {"tokenizer": "bpe:4096"},
+        {"blocks": 2},
+        {"compose": "pool"},
+        {"layers_per_block": 1},
+    ],
     ids=str,
 )
 def test_what_is_not_named_still_meets_the_size(size: str, named: dict[str, Any]) -> None:
@@ -41,14 +47,18 @@ def test_what_is_not_named_still_meets_the_size(size: str, named: dict[str, Any]
     assert all(getattr(config, name) == value for name, value in named.items())
 
 
-def test_larger_models_are_deeper_and_learn_slower() -> None:
+def test_larger_models_are_wider_deeper_and_learn_slower() -> None:
     configs = [make_sized_config({"size": size}) for size in ALL]
     for small, large in pairwise(configs):
+        assert small.width < large.width
         depth = small.blocks * small.layers_per_block
         assert depth <= large.blocks * large.layers_per_block
         assert small.context <= large.context
         assert small.vocabulary <= large.vocabulary
         assert small.batch * small.context <= large.batch * large.context
+        assert small.learning_rate > large.learning_rate
+        assert small.fusion_learning_rate > large.fusion_learning_rate
+        assert small.reference_learning_rate > large.reference_learning_rate
     for config in configs:
         text = config.steps * config.batch * config.context * config.blocks
         assert text == pytest.approx(20 * model_parameters(config), rel=0.2)
