@@ -36,6 +36,7 @@ def bar(title: str) -> Iterator[Callable[[float], None]]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # it would print an empty line
     ) as progress:
         task = progress.add_task(title, total=1.0)
         yield lambda share: progress.update(task, completed=share)
@@ -54,6 +55,7 @@ def token_bar(title: str) -> Iterator[Callable[[int, int, int], None]]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # it would print an empty line
     ) as progress:
         task: TaskID | None = None
         began, first = 0.0, 0
