@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,8 +98,11 @@ class StepBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, name: str, event: dict[str, Any]) -> None:
-        """Show the fields of an event `step`."""
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Show an event of kind `step`; others change nothing."""
+        if event["kind"] != "step":
+            return
+        name = f"block-{event['block']}" if event["block"] else "reference"
         fields = {"loss": event["loss"], "speed": speed(event)}
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._steps, **fields)
@@ -233,7 +236,7 @@ def amount(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def speed(event: dict[str, Any]) -> str:
+def speed(event: Mapping[str, Any]) -> str:
     """How fast a block trains, for people."""
     if not event.get("tokens_per_second"):
         return ""

@@ -10,9 +10,10 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 from urllib.parse import quote
 
 from cyclopts import Parameter
@@ -42,6 +43,7 @@ from blocktrain.serving.line.address import is_loopback, parse_address
 
 if TYPE_CHECKING:
     from blocktrain.watch.feed import Listener
+    from blocktrain.watch.scoring import ScoringThread
     from blocktrain.watch.server import Server, WatchedCoordinator
 
 # A merge may hold the interpreter this long while a request waits; it yields many times.
@@ -133,35 +135,96 @@ def coordinator(
     config
         A TOML file with settings, `data`, and a table [coordination]; flags win over it.
     """
-    from blocktrain.watch.server import Listen, Server, open_coordinator
-
-    where = address or ListenFlags()
-    host, port = where.parse()
-    begin = begin or BeginFlags()
+    where, begin = address or ListenFlags(), begin or BeginFlags()
+    where.parse()  # first: what follows takes a while
     named = named_settings(settings), named_settings(coordination)
     request = read_request(config, begin, *named, out)
     folder = out or new_run_folder(request.data)
-    existed = folder.exists()
-    was_empty = not existed or (folder.is_dir() and not any(folder.iterdir()))
-    running = open_coordinator(folder)
-    try:
+    with RunningCoordinator(folder, where) as running:
         if config or begin.data or any(named):
-            _require_same_run(running, request, folder)
-        operator = _operator_token(folder)
+            running.require(request)
+        _announce(running.commands, json_)
+        _serve(running, request, flags or CoordinatorFlags())
+
+
+class RunningCoordinator:
+    """A coordinator that answers in threads of this process, as long as its `with` block lasts."""
+
+    def __init__(self, folder: Path, where: ListenFlags) -> None:
+        from blocktrain.watch.server import open_coordinator
+
+        self.folder = folder
+        self._existed = folder.exists()
+        self._was_empty = not self._existed or (folder.is_dir() and not any(folder.iterdir()))
+        self.coordinator = open_coordinator(folder)
+        try:
+            self.server = self._bind(where)
+        except BaseException:
+            self._clear()
+            raise
+        self._scorer: ScoringThread | None = None
+        certificate = where.tls[0] if where.tls else None
+        self.commands = Commands(self.server.url, where.token, folder, _self_signed(certificate))
+
+    def _bind(self, where: ListenFlags) -> Server:
+        from blocktrain.watch.server import Listen, Server
+
+        host, port = where.parse()
         certificate, key = where.tls or (None, None)
-        server = Server(
-            running, Listen(host, port, where.token, operator, certificate=certificate, key=key)
-        )
-        printed = Commands(server.url, where.token, folder, _self_signed(certificate))
-        _announce(printed, json_)
-        _serve(running, server, request, flags or CoordinatorFlags(), printed.pull)
-    finally:
-        unused = was_empty and not running.ready
-        running.close()
+        operator = _operator_token(self.folder)
+        listen = Listen(host, port, where.token, operator, certificate=certificate, key=key)
+        return Server(self.coordinator, listen)
+
+    def require(self, request: RunRequest) -> None:
+        """Refuse to go on with a run of other settings."""
+        running = self.coordinator
+        if running.ready and (running.run.config, running.run.policy) != request[:2]:
+            raise ConfigError(
+                f"{self.folder} holds a run with other settings; "
+                "leave the settings out to continue it, or choose another --out"
+            )
+
+    def start(
+        self, request: RunRequest, score_bytes: int, warn: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Answer at once, prepare the run meanwhile, then close rounds and score versions."""
+        from blocktrain.watch.scoring import ScoringThread
+        from blocktrain.web.server import allow_connections
+
+        allow_connections()
+        self._scorer = ScoringThread(self.coordinator, score_bytes, warn)
+        self.server.start()
+        if not self.coordinator.ready:
+            _prepare(self.coordinator, *request)
+        self.coordinator.close_in_background()
+        if score_bytes:
+            self._scorer.start()
+
+    def settle(self) -> None:
+        """Wait until waiting workers have learned that the run is over, and all is scored."""
+        time.sleep(2 * self.coordinator.run.options.poll)
+        if self._scorer is not None:
+            self._scorer.settle(LAST_SCORE_SECONDS)
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+            self.server.stop()
+        self._clear()
+
+    def _clear(self) -> None:
+        unused = self._was_empty and not self.coordinator.ready
+        self.coordinator.close()
         if unused:  # a port that is taken, a certificate or a corpus that cannot be read
-            shutil.rmtree(folder, ignore_errors=True)
-            if existed:
-                folder.mkdir(exist_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._existed:
+                self.folder.mkdir(exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def read_request(
@@ -190,14 +253,6 @@ def read_request(
     by_size = policy_for_size(chosen) if named.get("size") else {}
     rules = make_policy({**by_size, **coordination, **policy})
     return RunRequest(chosen, rules, named_text(begin.data, of_run, text), origin)
-
-
-def _require_same_run(running: WatchedCoordinator, request: RunRequest, folder: Path) -> None:
-    if running.ready and (running.run.config, running.run.policy) != request[:2]:
-        raise ConfigError(
-            f"{folder} holds a run with other settings; "
-            "leave the settings out to continue it, or choose another --out"
-        )
 
 
 def _operator_token(folder: Path) -> str:
@@ -271,42 +326,23 @@ def _announce(printed: Commands, json_: bool) -> None:
     )
 
 
-def _serve(
-    running: WatchedCoordinator,
-    server: Server,
-    request: RunRequest,
-    flags: CoordinatorFlags,
-    pull_command: str,
-) -> None:
-    """Answer at once, prepare the run meanwhile, and print what happens until stopped."""
+def _serve(running: RunningCoordinator, request: RunRequest, flags: CoordinatorFlags) -> None:
+    """Coordinate, and print what happens until stopped."""
     from blocktrain.terminal import warn
-    from blocktrain.watch.scoring import ScoringThread
-    from blocktrain.web.server import allow_connections
 
-    allow_connections()
-    server.start()
-    scorer = ScoringThread(running, flags.score_bytes, warn)
+    server = running.server
     try:
-        if not running.ready:
-            _prepare(running, *request)
-        lines = EventLines(running, pull_command)
+        running.start(request, flags.score_bytes, warn)
+        lines = EventLines(running.coordinator, running.commands.pull)
         gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
         sys.setswitchinterval(SWITCH_SECONDS)
-        running.close_in_background()
-        if flags.score_bytes:
-            scorer.start()
         while server.serves(0.5):
             if lines.print_new() and flags.exit:
-                # Waiting workers ask once more, and learn that the run is over.
-                time.sleep(2 * running.run.options.poll)
-                scorer.settle(LAST_SCORE_SECONDS)
+                running.settle()
                 lines.print_new()
                 break
     except KeyboardInterrupt:
         pass  # everything is on the disk
-    finally:
-        scorer.close()
-        server.stop()
     if server.failure is not None:
         raise server.failure
 

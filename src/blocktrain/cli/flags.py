@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 
 from cyclopts import (
     Argument,
@@ -196,6 +196,15 @@ EvalBytes = Annotated[
     Parameter(
         help="Evaluate on the first N bytes of the valid split, to save time; by default on all. "
         "Figures on different lengths are not comparable."
+    ),
+]
+Track = Annotated[
+    tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
+    Parameter(
+        help="Also send losses and scores to tensorboard, wandb or mlflow (may be repeated). "
+        "Each needs the extra of its name: pip install 'blocktrain[wandb]'.",
+        negative=(),
+        group=RARE_FLAGS,
     ),
 ]
 Yes = Annotated[bool, Parameter(negative=())]

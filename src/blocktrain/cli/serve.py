@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blocktrain.serving.openai_messages import Defaults
     from blocktrain.serving.stage.stage import Stage, StageGuard
     from blocktrain.web.client import HttpClient
-    from blocktrain.web.server import Where
+    from blocktrain.web.server import AppServer, Where
 
 ASK_SECONDS = 5.0  # a coordinator has this long to answer
 log = logging.getLogger("blocktrain.serve")
@@ -258,23 +258,25 @@ def serve(
         try:
             name, template = run.resolve().name, answers.template(run)
             rules = api.rules(name, answers.defaults(entry), template)
-            await _serve(entry, rules, listen, lambda url: _announce(url, rules.model, json_))
+            _log_to_stderr()
+            await serve_entry(
+                entry, rules, listen, lambda server: _announce(server.url, rules.model, json_)
+            )
         finally:
             await entry.aclose()
 
     run_loop(serving())
 
 
-async def _serve(
-    entry: Entry, rules: ServingRules, listen: Where, announce: Callable[[str], None]
+async def serve_entry(
+    entry: Entry, rules: ServingRules, listen: Where, on_start: Callable[[AppServer], None]
 ) -> None:
-    """Serve until stopped."""
+    """Serve until stopped. `on_start` is called when it answers."""
     from blocktrain.serving.entry.answer import Request
     from blocktrain.serving.openai_api import build_app
     from blocktrain.web.server import AppServer
 
     server = AppServer(build_app(entry, rules), listen)  # first: the port may be taken
-    _log_to_stderr()
     await entry.start()
     for name in entry.unreachable():
         effect = "its blocks are computed here until it comes"
@@ -284,7 +286,7 @@ async def _serve(
     defaults = rules.defaults
     entry.check(Request(b"\n", mode=defaults.mode, sweeps=defaults.sweeps, draft=defaults.draft))
     # Announced by the running server: a reader of the announcement may stop it at once.
-    await server.serve(lambda: announce(server.url))
+    await server.serve(lambda: on_start(server))
 
 
 def _log_to_stderr() -> None:

@@ -28,6 +28,7 @@ from blocktrain.cli.flags import (
     Json,
     SettingsFlags,
     Threads,
+    Track,
     Yes,
     named_settings,
     named_text,
@@ -38,6 +39,7 @@ from blocktrain.sizes import is_near_size
 
 if TYPE_CHECKING:
     from blocktrain.runs.folder import RunSettings
+    from blocktrain.runs.reference import TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class TrainFlags:
     ] = False
     threads: Annotated[Threads, Parameter(group=RARE_FLAGS)] = 1
     eval_bytes: Annotated[EvalBytes, Parameter(group=RARE_FLAGS)] = None
+    track: Track = ()
 
 
 def train(
@@ -85,7 +88,7 @@ def train(
     request = TrainRequest(
         begin or BeginFlags(), preset, config, named_settings(settings), flags.reference
     )
-    run = _resume(out, request) if resume else _begin(out, request, flags.eval_bytes)
+    run = resume_run(out, request) if resume else begin_run(out, request, flags.eval_bytes)
     result, page = _train(run, flags)
     if json_:
         print(json.dumps(result))
@@ -97,12 +100,40 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
     """Train, evaluate and report, with progress bars."""
     from rich.markup import escape
 
-    from blocktrain.runs.folder import block_name
     from blocktrain.runs.local import train_blocks
-    from blocktrain.runs.reference import TrainingPlan
     from blocktrain.runs.report import write_report
     from blocktrain.runs.results import complete
     from blocktrain.terminal import StepBars, bar, console
+    from blocktrain.watch.trackers import tracking
+
+    plan, folder = plan_training(settings, flags), settings.run.folder
+    console.print(
+        f"run folder [bold]{escape(str(folder))}[/]  corpus {escape(settings.data)}  "
+        f"{plan.config.blocks} blocks, {plan.config.steps} steps each"
+    )
+    try:
+        with (
+            StepBars(plan.config.steps) as bars,
+            tracking(flags.track, folder, plan.config.model_dump(), bars.warn) as track,
+        ):
+
+            def show(event: dict[str, Any]) -> None:
+                track(event)
+                bars.show(event)
+
+            train_blocks(plan, show, bars.warn)
+        with bar("evaluating") as progress:
+            result = complete(plan, progress)
+        return result, write_report(folder)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped; everything up to here is saved: continue with --resume"
+        ) from None
+
+
+def plan_training(settings: RunSettings, flags: TrainFlags) -> TrainingPlan:
+    """What to train; refused if there is too little text to evaluate on."""
+    from blocktrain.runs.reference import TrainingPlan
 
     run, config, data, reference, origin = settings
     slots = max(1, cores() // flags.threads)
@@ -110,24 +141,7 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
         run, config, source(data), reference, slots, flags.threads, flags.eval_bytes, origin
     )
     plan.eval_corpus().require(config.context, "valid", advice=EVAL_ADVICE)
-    console.print(
-        f"run folder [bold]{escape(str(run.folder))}[/]  corpus {escape(data)}  "
-        f"{config.blocks} blocks, {config.steps} steps each"
-    )
-    try:
-        with StepBars(config.steps) as bars:
-            train_blocks(
-                plan,
-                lambda index, event: bars.update(block_name(index), event),
-                bars.warn,
-            )
-        with bar("evaluating") as progress:
-            result = complete(plan, progress)
-        return result, write_report(run.folder)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "stopped; everything up to here is saved: continue with --resume"
-        ) from None
+    return plan
 
 
 class TrainRequest(NamedTuple):
@@ -140,7 +154,7 @@ class TrainRequest(NamedTuple):
     reference: bool
 
 
-def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> RunSettings:
+def begin_run(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> RunSettings:
     """Make a new run folder, once settings, device and corpus are known to be good."""
     from blocktrain.learning.corpus.source import absolute, training_text
     from blocktrain.learning.tokenizer import tokenizer_of
@@ -184,7 +198,7 @@ def _begin(out: Path | None, request: TrainRequest, eval_bytes: int | None) -> R
     return open_run(folder)
 
 
-def _resume(out: Path | None, request: TrainRequest) -> RunSettings:
+def resume_run(out: Path | None, request: TrainRequest) -> RunSettings:
     """An unfinished run. It keeps its settings, but the reference may be added later."""
     from blocktrain.learning.corpus.source import absolute
     from blocktrain.runs.folder import open_run, want_reference

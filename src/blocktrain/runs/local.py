@@ -35,20 +35,20 @@ TASK_STEPS = 50  # of a task: what is trained again after a crash
 
 def train_blocks(
     plan: TrainingPlan,
-    on_step: Callable[[int, dict[str, Any]], None],
+    on_event: Callable[[dict[str, Any]], None],
     warn: Callable[[str], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train what is not yet trained, and publish all blocks. May be stopped and continued anywhere.
 
-    `on_step` receives the block and the fields of its event `step`.
+    `on_event` gets what is written to events.jsonl, `stopped` is Ctrl-C for those who train in a
+    thread.
     """
     plan.corpus().require(plan.config.context)
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
-        log.write(kind, block=block, **message)
-        if kind == "step":
-            on_step(block, message)
+        on_event(log.write(kind, block=block, **message))
         if kind == "state_lost" and block == REFERENCE:
             warn("the checkpoint of the reference is damaged: it is trained again from the start")
         elif kind == "state_lost":
@@ -60,13 +60,14 @@ def train_blocks(
     with _coordinator(plan) as coordinator:  # it locks the folder, so the log is ours, too
         log = EventLog(plan.run.events)
         try:
-            log.write(
+            start = log.write(
                 "start",
                 fingerprint=plan.config.fingerprint,
                 blocks=plan.config.blocks,
                 steps=plan.config.steps,
             )
-            _run_jobs(plan, coordinator, on_message, warn)
+            on_event(start)
+            _run_jobs(plan, coordinator, on_message, warn, stopped)
             if not coordinator.finished:
                 raise RunError(
                     "the workers ended before the run was finished; continue with --resume"
@@ -81,13 +82,14 @@ def _run_jobs(
     coordinator: WatchedCoordinator,
     on_message: Callable[[str, dict[str, Any]], None],
     warn: Callable[[str], None],
+    stopped: Callable[[], bool],
 ) -> None:
     """One process per block, and one for the reference."""
     jobs = []
     if plan.reference and not _has_reference(plan, warn):
         jobs.append(Job(block_name(REFERENCE), train_reference, (plan,)))
     if coordinator.finished:
-        run_jobs(jobs, plan.slots, on_message)
+        run_jobs(jobs, plan.slots, on_message, stopped=stopped)
         return
     token, config = secrets.token_urlsafe(24), plan.config
     with serve_coordinator(coordinator, Listen(token=token)) as url:
@@ -96,7 +98,7 @@ def _run_jobs(
         frozen = coordinator.run.options.frozen
         for number in range(1, config.blocks + 1 - len(frozen)):
             jobs.append(Job(f"worker-{number}", work, (options,)))
-        run_jobs(jobs, plan.slots, on_message)
+        run_jobs(jobs, plan.slots, on_message, stopped=stopped)
 
 
 def _has_reference(plan: TrainingPlan, warn: Callable[[str], None]) -> bool:

@@ -48,13 +48,15 @@ class EventLog:
         # A crash may have torn the last line. It must not damage the next one too.
         os.ftruncate(self._file.fileno(), self._size)
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append an event; gives it back as it was written."""
         event = {
             "time": round(self._clock.time(), 3),
             "kind": kind,
             **event_fields(kind, **fields),
         }
         self.append(json.dumps(event).encode() + b"\n")
+        return event
 
     def append(self, line: bytes) -> int:
         """A whole line or, with an OSError, nothing of it; gives the position of its start."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from blocktrain.errors import ConfigError
 PROJECT = "blocktrain"
 MOST_WAITING = 10_000  # points
 CLOSE_SECONDS = 30.0
-STEP_KEYS = ("loss", "bits_per_byte", "tokens_per_second", "share_of_peak")
+STEP_KEYS = ("loss", "bits_per_byte", "tokens_per_second", "peak_share")
 VERSION_KEYS = ("loss", "steps", "tokens", "updates", "clipped", "bytes_in", "bytes_out")
 EventFields = Mapping[str, Any]
 Parameters = Mapping[str, Any]
@@ -213,6 +213,26 @@ class TrackerSink:
             self._tracker.close()
         except Exception as error:  # nothing that it does may stop the training
             self._warn(f"{self._name} failed and gets no more points: {_first_line(error)}")
+
+
+@contextmanager
+def tracking(
+    names: Iterable[str], folder: Path, settings: Parameters, warn: Callable[[str], None]
+) -> Iterator[Callable[[EventFields], None]]:
+    """Passes events on to all named trackers while the block lasts."""
+    sinks: list[TrackerSink] = []
+    try:
+        for name in dict.fromkeys(names):
+            sinks.append(TrackerSink(name, folder, settings, warn))
+
+        def track(event: EventFields) -> None:
+            for sink in sinks:
+                sink(event)
+
+        yield track
+    finally:
+        for sink in sinks:
+            sink.close()
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ from blocktrain.protocol.messages import as_name
 from blocktrain.terminal import amount, console, speed
 from blocktrain.units import parse_bytes
 from blocktrain.web.client import HttpClient
-from blocktrain.worker.loop import Machine, Worker
+from blocktrain.worker.loop import Machine, Worker, WorkSummary
 from blocktrain.worker.session import EventHandler
 from blocktrain.worker.state import own_identity
 
@@ -74,7 +74,7 @@ def work_on(
     emit: EventHandler,
     stopped: Callable[[], bool],
     finishing: Callable[[], bool],
-) -> None:
+) -> WorkSummary:
     """The work of one worker process."""
     if machine.device == "cpu":
         # The same bits as in an audit. A machine with many cores runs many workers instead:
@@ -83,7 +83,7 @@ def work_on(
     client = HttpClient(options.url, options.token, ca=options.ca)
     try:
         with own_identity(options.cache) as identity:
-            Worker(client, options.cache, identity, machine, emit).run(stopped, finishing)
+            return Worker(client, options.cache, identity, machine, emit).run(stopped, finishing)
     finally:
         client.close()
 

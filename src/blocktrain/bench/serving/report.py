@@ -17,7 +17,7 @@ from blocktrain.config import make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.tokenizer import tokenizer_of
-from blocktrain.runs.folder import block_name, create_run, open_run, write_json
+from blocktrain.runs.folder import create_run, open_run, write_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.results import fit_and_seal
@@ -85,7 +85,7 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
     if not (run.model / "config.json").exists():
         plan = TrainingPlan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps) as bars:
-            train_blocks(plan, lambda index, event: bars.update(block_name(index), event))
+            train_blocks(plan, bars.show)
         fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
     return folder
 

@@ -1,0 +1,1 @@
+"""What scripts and notebooks call: the same objects as the commands. `blocktrain` exports it."""
