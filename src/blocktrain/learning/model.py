@@ -230,6 +230,10 @@ class Block(nn.Module):
         """The table (W, V) that a block reads tokens with if it has none for them alone."""
         raise NotImplementedError
 
+    def token_vectors(self, tokens: Tensor) -> Tensor:
+        """The shared table's vectors of tokens, longer by sqrt(W): a head's are short."""
+        return F.embedding(tokens, self.shared_table().T) * self.width**0.5
+
     def join_tokens(self, vectors: list[Tensor]) -> Tensor:
         """Vectors (B, T, W) of the tokens at distance 0, 1, ... as one."""
         raise NotImplementedError
@@ -238,7 +242,7 @@ class Block(nn.Module):
         """What every token adds at every distance back, (lookback, V, W)."""
         if not self.shares_table:
             return self.embed
-        rows = self.shared_table().T[None]
+        rows = self.token_vectors(torch.arange(self.vocabulary, device=self.device))[None]
         distances = range(self.lookback)
         return torch.cat(
             [self.join_tokens([rows * (i == back) for i in distances]) for back in distances]
@@ -299,7 +303,7 @@ class Block(nn.Module):
 
     def add_shared(self, tokens: Tensor, before: int, known: Tensor | None) -> Tensor:
         """The token and those before it, all from one table, joined by a matrix, (B, T, W)."""
-        vectors = F.embedding(tokens, self.shared_table().T)
+        vectors = self.token_vectors(tokens)
         vectors = vectors if known is None else vectors * known
         T, most = tokens.shape[1] - before, self.lookback - 1
         shifted = F.pad(vectors, (0, 0, most, 0))  # nothing precedes the first position

@@ -49,11 +49,9 @@ class DraftBlock:
         self.cache = Cache(block, 1)
         slots, width = self.cache.data.shape[-2], block.width
         heads, size = block.heads, width // block.heads
-        # The vectors of all tokens at every distance back, (lookback * V, W), or of one table.
-        shared, device = block.shares_table, block.device
-        self._tables = block.shared_table().T if shared else block.embed.reshape(-1, width)
-        step = 0 if shared else block.vocabulary
-        self._offsets = [step * back for back in range(block.lookback)]
+        device, tables = block.device, None if block.shares_table else block.embed
+        self._tables = None if tables is None else tables.reshape(-1, width)  # (lookback * V, W)
+        self._offsets = block.vocabulary * torch.arange(block.lookback, device=device)
         self._query = torch.zeros(1, heads, MIN_ROWS, size, device=device)
         cosine, sine = block.rotation
         self._cosine, self._sine = (
@@ -102,17 +100,16 @@ class DraftBlock:
 
     def _embed(self, position: int) -> Tensor:
         """(4, W), the token and those before it in row 0."""
-        before = min(position, len(self._offsets) - 1)
-        last = self.cache.ids[0, position - before : position + 1].tolist()
-        at = [offset + token for offset, token in zip(self._offsets, reversed(last), strict=False)]
-        rows = self._tables[torch.tensor(at, device=self._tables.device)]
-        x = rows.new_zeros(MIN_ROWS, rows.shape[-1])
-        if self.block.shares_table:
-            vectors = rows.new_zeros(len(self._offsets), 1, *x.shape)
-            vectors[: len(rows), 0, 0] = rows
-            x = self.block.join_tokens(list(vectors))[0]
+        block = self.block
+        before = min(position, block.lookback - 1)
+        last = self.cache.ids[0, position - before : position + 1].flip(0)
+        x = torch.zeros(MIN_ROWS, block.width, device=block.device)
+        if self._tables is None:
+            vectors = x.new_zeros(block.lookback, 1, *x.shape)
+            vectors[: before + 1, 0, 0] = block.token_vectors(last)
+            x = block.join_tokens(list(vectors))[0]
         else:
-            for row in rows:
+            for row in self._tables[last + self._offsets[: before + 1]]:
                 x[0] += row
         if self._extra is not None:
             x[0] += self._extra
