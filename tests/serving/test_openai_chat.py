@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from blocktrain.config import Origin
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
+from blocktrain.runs.folder import create_run, seal
+from blocktrain.runs.served import chat_template as template_of
 from blocktrain.serving import chat_template
 from blocktrain.serving.chat_template import ChatPrompt, ChatTemplate, default_template
 from blocktrain.serving.openai_chat import ChatCompletion, read_chat
@@ -202,13 +205,11 @@ def test_the_default_template_is_kept_with_the_model(run: Path, served: Process)
 def test_a_template_of_the_model_is_used_and_serve_may_name_another(
     run: Path, model: Model, tmp_path: Path
 ) -> None:
-    from blocktrain.runs.served import chat_template as of_run
-
     folder = saved(model, tmp_path / "other")
     (folder / "model" / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
-    assert of_run(folder).render([{"role": "user", "content": "the sea"}]).text == "the sea:"
+    assert template_of(folder).render([{"role": "user", "content": "the sea"}]).text == "the sea:"
     (folder / "model" / "chat_template.jinja").unlink()
-    assert of_run(folder).source == default_template().source
+    assert template_of(folder).source == default_template().source
     (tmp_path / "broken.jinja").write_text("{% for %}")
     refused = blocktrain(
         "serve", str(folder), "--chat-template", str(tmp_path / "broken.jinja"), cwd=tmp_path
@@ -232,6 +233,15 @@ def test_a_template_of_the_model_is_used_and_serve_may_name_another(
             model="other", messages=[{"role": "user", "content": "by"}], max_tokens=12, seed=1
         )
     assert answer.choices[0].message.content == expected(model, 12, 1, "by the")
+
+
+def test_a_run_that_goes_on_keeps_the_template(run: Path, model: Model, tmp_path: Path) -> None:
+    parent = saved(model, tmp_path / "parent")
+    (parent / "model" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    origin = Origin(folder=str(parent))
+    child = create_run(tmp_path / "child", model.config, "tiny", origin=origin)
+    seal(child, model.config, "tiny", None)
+    assert child.chat_template.read_text() == "{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize(
