@@ -76,6 +76,7 @@ def test_the_command_tells_all_units(
     ("name", "content", "sentence"),
     [
         ("a.txt", b"", "no text in it"),
+        ("a.bin", b"a\0b", "is not text"),
         ("a.jsonl", b"\n", "no text in it"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "line 2 is not a JSON object"),
         ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from blocktrain.errors import CorpusError
 from blocktrain.learning.compose import Model, Predictors
+from blocktrain.learning.corpus.readers import require_text
 from blocktrain.learning.evaluate import Progress
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
@@ -66,6 +67,7 @@ def read_texts(path: Path) -> list[bytes]:
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror or error}") from None
     if path.suffix != ".jsonl":
+        require_text(content, str(path), first=True)
         texts = [content]
     else:
         lines = enumerate(content.splitlines(), start=1)
