@@ -85,7 +85,7 @@ class StepBars:
             TextColumn("{task.description:>12}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("loss {task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=console,
@@ -103,7 +103,9 @@ class StepBars:
         if event["kind"] != "step":
             return
         name = f"block-{event['block']}" if event["block"] else "reference"
-        fields = {"loss": event["loss"], "speed": speed(event)}
+        bits = f", {event['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in event else ""
+        loss = f"{event['loss']:.3f}{bits}"
+        fields: dict[str, Any] = {"loss": loss, "speed": speed(event)}
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=self._steps, **fields)
         self._progress.update(self._tasks[name], completed=event["step"], **fields)
@@ -192,18 +194,21 @@ def perplexity(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def ce_table(title: str, ce: dict[str, float]) -> Table:
-    """Cross entropies as nats per byte, bits per byte and perplexity."""
+def ce_table(title: str, ce: dict[str, float], bytes_per_token: float) -> Table:
+    """Cross entropies, which are nats per byte, in the units that people compare.
+
+    Bits per byte compare models of different tokenizers.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE)
-    for column in ("model", "nats/byte", "bits/byte", "perplexity"):
+    for column in ("model", "nats/token", "bits/byte", "token perplexity"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, value in ce.items():
         style = "bold" if name == "composed" else None
         table.add_row(
             name,
-            f"{value:.4f}",
+            f"{value * bytes_per_token:.4f}",
             f"{value / math.log(2):.4f}",
-            f"{perplexity(value):.4f}",
+            f"{perplexity(value * bytes_per_token):.4f}",
             style=style,
         )
     return table

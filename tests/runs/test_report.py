@@ -185,7 +185,7 @@ def test_old_and_sparse_results(fuse_run: Path, tmp_path: Path) -> None:
     (folder / "events.jsonl").unlink()
     _, page = _report(folder)
     assert _charts(page) == ["ce"]
-    assert "1.500 nats per byte (2.164 bits)." in page.text
+    assert "2.164 bits per byte (1.500 nats per token)." in page.text
     odd = {
         "parameters": [1],
         "peak_mb": {"block-1": "much", "block-2": 12.0},

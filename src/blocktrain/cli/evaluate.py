@@ -68,7 +68,7 @@ def evaluate(
     with bar("evaluating") as progress:
         ce = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
     sizes = {"valid_bytes": corpus.valid_bytes, "evaluated_bytes": tokens.valid_bytes}
-    _show_ce(run, corpus.name, sizes, ce, json_)
+    _show_ce(f"{run} on {corpus.name}", sizes, ce, tokens.bytes_per_token, json_)
 
 
 def _corpora(
@@ -95,7 +95,7 @@ def _corpora(
 
 
 def _show_ce(
-    run: Path, name: str, sizes: dict[str, int], ce: dict[str, float], json_: bool
+    title: str, sizes: dict[str, int], ce: dict[str, float], bytes_per_token: float, json_: bool
 ) -> None:
     from rich.markup import escape
 
@@ -103,11 +103,11 @@ def _show_ce(
     from blocktrain.terminal import ce_table, console
 
     if json_:
-        models = {model: _units(nats) for model, nats in ce.items()}
-        print(json.dumps({"data": name, **sizes, "models": models}))
+        models = {model: _units(nats, bytes_per_token) for model, nats in ce.items()}
+        data = title.rpartition(" on ")[2]
+        print(json.dumps({"data": data, **sizes, "models": models}))
         return
-    title = f"{run} on {name}, {valid_size(**sizes)}"
-    console.print(ce_table(escape(title), ce))
+    console.print(ce_table(escape(f"{title}, {valid_size(**sizes)}"), ce, bytes_per_token))
     if "euler" not in ce:
         console.print(
             "[dim]no Euler rows: the blocks were trained with objective=next "
@@ -138,13 +138,15 @@ def _short(unit: str) -> str:
     return unit.replace("_per_", "/").replace("_perplexity", " ppl")
 
 
-def _units(nats: float) -> dict[str, float | None]:
-    """A cross entropy in all units; JSON has no infinity, so null stands for it."""
+def _units(nats: float, bytes_per_token: float) -> dict[str, float | None]:
+    """Nats per byte in all units; JSON has no infinity, so null stands for it."""
     from blocktrain.terminal import perplexity
 
     units = {
         "nats_per_byte": nats,
         "bits_per_byte": nats / math.log(2),
         "perplexity": perplexity(nats),
+        "nats_per_token": nats * bytes_per_token,
+        "token_perplexity": perplexity(nats * bytes_per_token),
     }
     return {name: value if math.isfinite(value) else None for name, value in units.items()}

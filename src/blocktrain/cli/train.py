@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -236,9 +237,12 @@ def _show_result(result: dict[str, Any], folder: Path, page: Path) -> None:
 
     corpus = result["corpus"]
     size = valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))
-    console.print(ce_table(f"cross entropy on {size}", result["valid_ce"]))
+    console.print(
+        ce_table(f"cross entropy on {size}", result["valid_ce"], corpus["bytes_per_token"])
+    )
     if result["gap"] is not None:
-        console.print(f"gap to end to end: {result['gap']:+.4f} nats per byte")
+        bits = result["gap"] / math.log(2)
+        console.print(f"gap to end to end: {bits:+.4f} bits per byte")
     sample = result["sample"]["prompt"] + result["sample"]["text"]
     print(printable(sample) if sys.stdout.isatty() else sample)
     more = f"blocktrain generate {shlex.quote(str(folder))} --prompt 'def '"

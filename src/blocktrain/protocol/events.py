@@ -143,6 +143,9 @@ class StepDone(RunEvent):
     block: int | str = 0
     step: int = 0
     loss: float = 0.0
+    """Nats per token."""
+    bits_per_byte: float = 0.0
+    """The same, so that runs of different tokenizers compare."""
     tokens_per_second: float = 0.0
     peak_share: float = 0.0
     """Of the device's peak, estimated."""

@@ -292,8 +292,8 @@ def valid_size(valid_bytes: int, evaluated_bytes: int | None) -> str:
 def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> None:
     """model/README.md: what the model is, what it was trained on, how good it is, its limits."""
     rows = "\n".join(
-        f"| {name} | {value:.4f} | {value / math.log(2):.4f} |"
-        for name, value in result["valid_ce"].items()
+        f"| {name} | {result['nats_per_token'][name]:.4f} | {bits:.4f} |"
+        for name, bits in result["bits_per_byte"].items()
     )
     corpus, sample, composition = (result[key] for key in ("corpus", "sample", "composition"))
     origin = f"It {result['parent']['sentence']}.\n" if "parent" in result else ""
@@ -308,7 +308,7 @@ seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
 {origin}
 Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))}:
 
-| model | nats/byte | bits/byte |
+| model | nats/token | bits/byte |
 |---|---|---|
 {rows}
 

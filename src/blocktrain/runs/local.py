@@ -6,6 +6,7 @@ depends on time: the weights are those of a plain training loop, bit for bit.
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -44,10 +45,16 @@ def train_blocks(
     `on_event` gets what is written to events.jsonl, `stopped` is Ctrl-C for those who train in a
     thread.
     """
-    plan.corpus().require(plan.config.context)
+    corpus = plan.corpus()
+    corpus.require(plan.config.context)
+    nats = (
+        math.log(2) * corpus.train_bytes / corpus.index.train_tokens
+    )  # per token, of a bit a byte
 
     def on_message(name: str, message: dict[str, Any]) -> None:
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
+        if kind == "step":
+            message["bits_per_byte"] = round(message["loss"] / nats, 5)
         on_event(log.write(kind, block=block, **message))
         if kind == "state_lost" and block == REFERENCE:
             warn("the checkpoint of the reference is damaged: it is trained again from the start")

@@ -75,6 +75,11 @@ class _Facts:
         """The composition that the model is used with."""
         return str(_object(self.result.get("composition")).get("name", self.config.compose))
 
+    def per_token(self, nats: float) -> float:
+        """Nats per token, of a cross entropy in nats per byte."""
+        ratio = _object(self.result.get("corpus")).get("bytes_per_token")
+        return nats * ratio if _is_number(ratio) else nats
+
     def by_block(self, key: str) -> dict[int, float]:
         """A table of the result, by block."""
         table = _object(self.result.get(key))
@@ -216,26 +221,25 @@ def _kicker(facts: _Facts) -> str:
 
 def _verdict(facts: _Facts) -> str:
     """The result in one sentence."""
-    composed = facts.ce["composed"]
+    ce = {name: nats / math.log(2) for name, nats in facts.ce.items()}
+    composed = ce["composed"]
     if not math.isfinite(composed):
         return (
             "The composed model has no finite cross entropy: its training diverged. "
             "A lower learning rate may help."
         )
-    single = [v for n, v in facts.ce.items() if n.startswith("block_")]
+    single = [v for n, v in ce.items() if n.startswith("block_")]
     others = {
         "a single block on average": sum(single) / len(single) if single else math.nan,
-        "its path after the first block": facts.ce.get("euler_1", math.nan)
-        if not single
-        else math.nan,
-        "the end-to-end reference of the same shape": facts.ce.get("reference", math.nan),
+        "its path after the first block": ce.get("euler_1", math.nan) if not single else math.nan,
+        "the end-to-end reference of the same shape": ce.get("reference", math.nan),
     }
     comparisons = ", and ".join(
         _compare(composed, value, name) for name, value in others.items() if math.isfinite(value)
     )
     needs = (
-        f"the composed model needs <strong>{composed:.3f} nats per byte</strong> "
-        f"({composed / math.log(2):.3f} bits)"
+        f"the composed model needs <strong>{composed:.3f} bits per byte</strong> "
+        f"({facts.per_token(facts.ce['composed']):.3f} nats per token)"
     )
     return f"On text it never saw, {needs}{': ' if comparisons else ''}{comparisons}."
 
@@ -324,11 +328,11 @@ def _ce_table(facts: _Facts) -> str:
     names, rows = _predictor_order(facts), []
     for name in names:
         nats = facts.ce[name]
-        per_byte = perplexity(nats)
+        per_token = perplexity(facts.per_token(nats))
         cells = (
-            f"{nats:.4f}",
+            f"{facts.per_token(nats):.4f}",
             f"{nats / math.log(2):.4f}",
-            f"{per_byte:.4f}" if per_byte < 1e6 else f"{per_byte:.1e}",
+            f"{per_token:.4f}" if per_token < 1e6 else f"{per_token:.1e}",
         )
         rows.append(
             (
@@ -336,7 +340,7 @@ def _ce_table(facts: _Facts) -> str:
                 *(cells if math.isfinite(nats) else ("not finite", "", "")),
             )
         )
-    header = ("", "nats/byte", "bits/byte", "perplexity")
+    header = ("", "nats/token", "bits/byte", "token perplexity")
     return _table(
         f"Cross entropy on {_valid_part(facts)}", header, rows, "numbers", names.index("composed")
     )
@@ -455,7 +459,7 @@ def _loss_chart(facts: _Facts) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
     axes.set(xlabel="steps", xlim=(0, None))
     axes.legend(frameon=False)
-    note = "Training cross entropy in nats per byte, smoothed; log axis."
+    note = "Training cross entropy in nats per token, smoothed; log axis."
     if facts.config.objective == "denoise":
         note += (
             " Each block is measured at its own noise levels, "
@@ -494,15 +498,16 @@ def _ce_chart(facts: _Facts) -> str:
             if match
             else {"composed": ACCENT, "reference": INK}.get(name, MUTED)
         )
-        axes.plot(facts.ce[name], row, "o", color=colour, markersize=9 if name == "composed" else 7)
+        bits = facts.ce[name] / math.log(2)
+        axes.plot(bits, row, "o", color=colour, markersize=9 if name == "composed" else 7)
         axes.annotate(
-            f"{facts.ce[name]:.3f}",
-            (facts.ce[name], row),
+            f"{bits:.3f}",
+            (bits, row),
             (9, 0),
             textcoords="offset points",
             va="center",
         )
-    axes.axvline(facts.ce["composed"], color=ACCENT, linewidth=0.8, zorder=0)
+    axes.axvline(facts.ce["composed"] / math.log(2), color=ACCENT, linewidth=0.8, zorder=0)
     axes.set_yticks(range(len(names)), [_label(name, facts.compose) for name in names])
     axes.margins(x=0.2)
     axes.locator_params(axis="x", nbins=5)
@@ -510,7 +515,7 @@ def _ce_chart(facts: _Facts) -> str:
         axes,
         "ce",
         "Cross entropy on text never seen",
-        f"Nats per byte on {_valid_part(facts)}; further left is better.",
+        f"Bits per byte on {_valid_part(facts)}; further left is better.",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,14 @@ def _measure(
         sample = list(write(model, prompt, SAMPLE_TOKENS, sampler))
     return {
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
+        "nats_per_token": {n: round(v * corpus.bytes_per_token, 5) for n, v in ce.items()},
+        "bits_per_byte": {n: round(v / math.log(2), 5) for n, v in ce.items()},
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
         "corpus": {
             "name": corpus.name,
             "train_bytes": corpus.train_bytes,
             "valid_bytes": valid_bytes,
+            "bytes_per_token": round(corpus.bytes_per_token, 5),
             # Only if --eval-bytes made it less.
             **({"evaluated_bytes": eval_bytes} if eval_bytes < valid_bytes else {}),
         },
