@@ -35,6 +35,7 @@ from support.serving import saved
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "support" / "load_export.py"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "huggingface.md"
 TEXTS = ("", "plain", "Ā is no control character, <|pad|> no padding\n", "\x00\r\n東京 🙂  ")
 PROMPTS = ("the amber ", "t", "a prompt that is far longer than the context of this model")
 
@@ -62,6 +63,7 @@ def expectations(folder: Path) -> dict[str, Any]:
         "window": window,
         "logits": logits[0].tolist(),
         "loss": F.cross_entropy(logits[0, :-1], tokens[0, 1:]).item(),
+        "count": 3 * context,
         "texts": {
             prompt: list(write(model, ids(prompt), 3 * context, Sampler(temperature=0)))
             for prompt in PROMPTS
@@ -80,7 +82,7 @@ def test_transformers_loads_an_export_without_blocktrain(tmp_path: Path) -> None
         export_run(run, tmp_path / name)
         (tmp_path / f"{name}.json").write_text(json.dumps(expectations(run)))
     done = subprocess.run(
-        [sys.executable, "-I", SCRIPT, *(tmp_path / name for name in models)],
+        [sys.executable, "-I", SCRIPT, GUIDE, *(tmp_path / name for name in models)],
         env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
         cwd=tmp_path,
         capture_output=True,

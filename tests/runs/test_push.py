@@ -20,6 +20,7 @@ from conftest import random_model, tiny_config
 from support.command import blocktrain
 from support.serving import saved
 from support.upload_hub import TOKEN, Hub, serve_uploads
+from support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +117,7 @@ def test_what_cannot_be_exported_makes_nothing_on_the_hub(
 
 
 def test_the_command_prints_the_address(hub: Hub, run: Path, tmp_path: Path) -> None:
-    done = blocktrain(
-        *("push", str(run), "model", "--json"),
-        cwd=tmp_path,
-        HF_ENDPOINT=hub.url,
-        HF_HUB_OFFLINE="0",
-        HF_HUB_DISABLE_XET="1",
-    )
+    words = ("push", str(run), "model", "--json")
+    done = blocktrain(*words, cwd=tmp_path, timeout=PATIENCE, **hub.environment)
     assert json.loads(done.stdout) == {"run": str(run), "url": f"{hub.url}/ada/model"}, done.stderr
     assert hub.commits == 1

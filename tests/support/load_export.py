@@ -1,11 +1,13 @@
 """What a user of an export does, in a process that cannot import BlockTrain.
 
-usage: python -I load_export.py FOLDER...   (what is expected is in FOLDER.json)
+usage: python -I load_export.py GUIDE.md FOLDER...   (what is expected is in FOLDER.json)
 """
 
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,28 +65,34 @@ def check_text(model: Any, tokenizer: Any, expected: dict[str, Any]) -> None:
     """Greedy text far beyond the context, with and without the cache."""
     for prompt, text in expected["texts"].items():
         inputs = tokenizer(prompt, return_tensors="pt")
-        count = len(text)
+        options = {"max_new_tokens": expected["count"], "do_sample": False}
         for use_cache in (True, False):
-            ids = model.generate(
-                **inputs, max_new_tokens=count, do_sample=False, use_cache=use_cache
-            )
-            assert ids[0, inputs.input_ids.shape[1] :].tolist() == text, (prompt, use_cache)
+            ids = model.generate(**inputs, **options, use_cache=use_cache)
+            assert written(ids, inputs, tokenizer) == [text], (prompt, use_cache)
     prompt = next(iter(expected["texts"]))
     write = pipeline("text-generation", model=model, tokenizer=tokenizer)
     (answer,) = write(prompt, max_new_tokens=8, do_sample=False, return_full_text=False)
     assert answer["generated_text"] == tokenizer.decode(expected["texts"][prompt][:8])
 
 
+def written(ids: torch.Tensor, inputs: Any, tokenizer: Any) -> list[list[int]]:
+    """What was generated in each row, up to the end of its text."""
+    rows = ids[:, inputs.input_ids.shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    return [row[: row.index(end)] if end in row else row for row in rows]
+
+
 def check_batch(model: Any, tokenizer: Any, expected: dict[str, Any]) -> None:
     """Rows of different lengths, padded on either side, are what each row is alone."""
     texts = expected["texts"]
     inputs = tokenizer(list(texts), return_tensors="pt", padding=True)
-    width = inputs.input_ids.shape[1]
-    count = min(map(len, texts.values()))
-    ids = model.generate(**inputs, max_new_tokens=count, do_sample=False)
-    assert ids[:, width:].tolist() == [text[:count] for text in texts.values()]
-    options = {"max_new_tokens": count, "num_beams": 3, "do_sample": False}
-    beams = [model.generate(**inputs, **options, use_cache=cache) for cache in (True, False)]
+    options = {"max_new_tokens": expected["count"], "do_sample": False}
+    ids = model.generate(**inputs, **options)
+    assert written(ids, inputs, tokenizer) == list(texts.values())
+    beams = [
+        model.generate(**inputs, **options, num_beams=3, use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
     assert torch.equal(*beams)
 
     ids, room = torch.tensor(expected["window"][:6]), expected["window"][:3]
@@ -122,7 +130,19 @@ def check_copies(model: Any, tokenizer: Any, folder: str, expected: dict[str, An
         assert (half(ids).logits - model(ids).logits).abs().mean() < 0.1
 
 
+def run_examples(page: Path, name: str, folder: str) -> None:
+    """The Python of a page, with this folder in place of the one that it names."""
+    text = page.read_text().replace(name, folder)
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)):
+        script = Path(f"example-{number}.py")
+        script.write_text(code)
+        runpy.run_path(str(script))
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        main(name, json.loads(Path(f"{name}.json").read_text()))
+    guide, *folders = sys.argv[1:]
+    for folder in folders:
+        main(folder, json.loads(Path(f"{folder}.json").read_text()))
+    run_examples(Path(guide), "models/stdlib", folders[0])
+    run_examples(Path(folders[0]) / "README.md", folders[0], folders[0])
     print("as expected")

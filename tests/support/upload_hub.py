@@ -30,6 +30,12 @@ class Hub:
     commits: int = 0
     broken: bool = False  # refuse every commit
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What leads the client to it."""
+        client = {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN}
+        return {**client, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+
     def call(self, method: str, path: str, body: bytes) -> Reply:
         for verb, pattern, answer in self._calls():
             match = re.fullmatch(pattern, path)

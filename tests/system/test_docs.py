@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from support.command import blocktrain, start
+from support.upload_hub import serve_uploads
 from support.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +36,18 @@ SHORT_BENCHES: dict[str, list[str]] = {
     "memory": [],
     "step": ["--repeats", "3"],
 }  # the others have tests of their own
-ALONE = ("train", "evaluate", "generate", "doctor", "bench")
-TOGETHER = ("coordinator", "worker", "status", "doctor", "kick", "pull", "evaluate", "audit")
+ALONE = ("train", "evaluate", "generate", "export", "push", "doctor", "bench")
+TOGETHER = (
+    "coordinator",
+    "worker",
+    "status",
+    "doctor",
+    "kick",
+    "pull",
+    "evaluate",
+    "export",
+    "audit",
+)
 
 
 def lines_of(page: Path) -> list[str]:
@@ -86,8 +97,9 @@ def new_desk(desk: Path) -> Path:
     return desk
 
 
-def succeed(desk: Path, words: list[str]) -> None:
-    done = blocktrain(*words, cwd=desk, BLOCKTRAIN_DATA=str(desk / "data"))
+def succeed(desk: Path, words: list[str], **more: str) -> None:
+    environment = {"BLOCKTRAIN_DATA": str(desk / "data"), **more}
+    done = blocktrain(*words, cwd=desk, timeout=280, **environment)
     assert done.returncode == 0, f"blocktrain {shlex.join(words)}\n{done.stderr}"
 
 
@@ -135,6 +147,9 @@ def test_long_benches_are_run_at_tiny_scale_by_their_own_tests() -> None:
 @pytest.mark.timeout(1200)  # a dozen commands, on a busy machine
 def test_commands_of_one_machine(desk: Path, tmp_path: Path) -> None:
     def run(number: int, words: list[str]) -> None:
+        if words[0] == "push":
+            with serve_uploads() as hub:
+                return succeed(desk, words, **hub.environment)
         if words[0] != "train":
             return succeed(desk, shrunk(words))
         own = new_desk(tmp_path / str(number))  # a run folder has the next free name
@@ -227,7 +242,8 @@ def test_commands_of_a_run_together(desk: Path, processes: Processes) -> None:
     status = json.loads(blocktrain("status", place["url"], "--json", cwd=desk).stdout)
     known["WORKER"] = status["workers"][0]["worker"]
     known["OPERATOR"] = (desk / place["folder"] / "operator.token").read_text()
-    at_once(partial(run, words) for words in by_name["kick"] + by_name["evaluate"])
+    last = by_name["kick"] + by_name["evaluate"] + by_name["export"]
+    at_once(partial(run, words) for words in last)
     processes.interrupt(coordinator)
 
 
