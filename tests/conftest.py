@@ -135,7 +135,7 @@ def train_block(
     config: Config, index: int, corpus: TokenCorpus, sources: Sequence[IndependentBlock] = ()
 ) -> Block:
     trainer = Trainer(config, index, sources)
-    for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
+    for _ in trainer.run(corpus.batches(config, trainer.index), config.steps):
         pass
     return trainer.block
 

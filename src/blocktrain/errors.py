@@ -12,6 +12,7 @@ BlockTrainError
 ├── Damaged          stored bytes do not match their hash or the chain of the ledger
 ├── IdentityError    a key file is missing, damaged, readable by others, or cannot be written
 ├── Unreachable      no answer, or not in this protocol; try again later
+│   └── WrongBytes   a transfer arrived with another hash than its name
 ├── Interrupted      the user stopped the work; everything up to the last checkpoint is saved
 ├── Refused          a coordinator's refusal, with a stable code (protocol/refusals.py)
 ├── FrameError       a frame between stages is invalid, with a stable code (protocol/frames.py)
@@ -66,6 +67,10 @@ class IdentityError(BlockTrainError):
 
 class Unreachable(BlockTrainError):
     """No answer, or not in this protocol; try again later."""
+
+
+class WrongBytes(Unreachable):
+    """A transfer arrived with another hash than its name: fetch it again."""
 
 
 class Interrupted(BlockTrainError):

@@ -32,6 +32,6 @@ def parse_bytes(text: str) -> int:
             raise ValueError
     except (ValueError, KeyError):
         raise ConfigError(
-            f"{text!r} is not an amount of memory; write it like 8GB or 512MiB"
+            f"{text!r} is not an amount of bytes; write it like 8GB or 512MiB"
         ) from None
     return count

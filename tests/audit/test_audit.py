@@ -91,7 +91,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
         0,
         0,
     )
-    assert seen[-1] == ("entries", found.entries, found.entries)
+    assert ("entries", found.entries, found.entries) in seen
     assert (
         found.contributions == run.run.store.contributions()
         and sum(n for n, _ in found.contributions.values()) == 8
@@ -294,7 +294,7 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
     "other features": (put("version", 3, "features", []), {"update"}),
     "a changed submission": (put("update", 0, "submission", "loss_after", 0.5), {"signature"}),
     "another id": (put("update", 8, "id", "0" * 64), {"update"}),
-    "another order": (put("update", 0, "order", "stream", 7), {"lease"}),
+    "another order": (put("update", 0, "order", "position", 7), {"lease"}),
     "tokens that were not trained": (
         say_other_tokens,
         {"signature", "update", "share", "contributions"},
@@ -304,7 +304,7 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
     "a worker that never joined": (without("join", 0), {"join"}),
     "a worker that was removed": (kick_first, {"join"}),
     "another key": (put("join", 0, "public_key", "1" * 64), {"join", "signature"}),
-    "a task that nobody gave": (without("lease", 0), {"lease"}),
+    "a task that nobody gave": (without("lease", 0), {"lease", "corpus"}),
     "a task that was given again": (lease_again, {"fence"}),
     "a task with other weights": (
         put("lease", 0, "order", "weights", "sha256", "0" * 64),
@@ -313,7 +313,7 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
     "a task that is answered twice": (answer_twice, {"twice"}),
     "an entry without a field": (
         lambda told: nth(told, "lease").pop("fence"),
-        {"malformed", "lease"},
+        {"malformed", "lease", "corpus"},
     ),
     "another fingerprint": (put("run", 0, "fingerprint", "0" * 64), {"run"}),
     "no beginning": (without("run"), {"run", "sequence"}),
@@ -485,7 +485,7 @@ def test_a_worker_that_lies_about_its_training_is_found(folder: Path, fault: str
 def test_work_on_other_text_is_found_and_may_be_another_machine(folder: Path) -> None:
     def other_text(told: list[tuple[str, Body]]) -> None:
         for kind in ("lease", "update"):
-            nth(told, kind)["order"]["stream"] = 3
+            nth(told, kind)["order"]["position"] = 3
 
     found = audit(forge(folder, other_text), retrain=True).findings
     first = next(f for f in found if f.name == "retrain")

@@ -236,7 +236,13 @@ def test_tasks_of_a_round_end_together(
     name: str, options: Options, left: float, answered: bool, steps: int | None
 ) -> None:
     other = Lease(
-        1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=left
+        *(1, 0, 1, 0, 1, "b"),
+        steps=10,
+        start_step=0,
+        position=0,
+        granted=0.0,
+        expires=200.0,
+        expected=left,
     )
     current = RoundState(
         deadline=100.0, length=100.0, updates=(WaitingUpdate("u", "a", 10, 10),) if answered else ()
@@ -260,7 +266,13 @@ def test_tasks_of_a_round_end_together(
 
 def test_a_dead_worker_is_not_company() -> None:
     other = Lease(
-        1, 0, 1, 0, 1, "b", steps=10, start_step=0, granted=0.0, expires=200.0, expected=0.5
+        *(1, 0, 1, 0, 1, "b"),
+        steps=10,
+        start_step=0,
+        position=0,
+        granted=0.0,
+        expires=200.0,
+        expected=0.5,
     )
     state = RunState(
         blocks={1: BlockState()},
@@ -334,3 +346,45 @@ def test_exact_takes_over_the_task_of_a_dead_worker_and_never_adds_one() -> None
         second.lease.number,
         second.lease.fence,
     ) == (1, 0, 2)
+
+
+def batches_of(state: RunState, worker: str, options: Options = DEFAULT, now: float = 0.0) -> Grant:
+    speed = WorkerState(worker, 1, now, 1.0)
+    granted = assign(now, with_worker(state, speed), replace(options, least_task=0.0), worker)
+    assert isinstance(granted, Grant), granted
+    return granted
+
+
+def test_tasks_of_a_block_never_read_the_same_batches() -> None:
+    state = RunState(blocks={1: BlockState(task_seconds=(20.0,))})
+    options = replace(DEFAULT, task_seconds=10.0, poll=0.0)
+    ranges = []
+    for worker in "abc":
+        state = with_worker(state, WorkerState(worker, 1, 0.0, 1.0))
+        grant = batches_of(state, worker, options)
+        ranges.append(grant.lease.batches)
+        state = apply_grant(state, grant)
+    assert [first for first, _ in ranges] == [0, ranges[0][1], ranges[1][1]]
+
+
+def test_what_a_lost_task_did_not_read_is_read_next() -> None:
+    read = BlockState(version=9, read=((0, 10), (14, 30)))
+    granted = batches_of(RunState(blocks={1: read}), "a")
+    assert granted.lease.batches == (10, 14) and "left over" in granted.reason
+    assert granted.lease.expected == pytest.approx(4.0)
+    fixed = batches_of(RunState(blocks={1: read}), "a", replace(DEFAULT, fixed_steps=8))
+    assert fixed.lease.batches == (30, 38)  # all tasks have this size: the gap is too small
+
+
+def test_a_task_that_is_leased_again_keeps_its_batches() -> None:
+    state = RunState(blocks={1: BlockState()})
+    first = batches_of(state, "a").lease
+    lost = replace(first, position=5, steps=4, expired=True)
+    again = batches_of(replace(state, leases={first.task: lost}, next_task=2), "b").lease
+    assert (again.task, again.fence, again.batches) == (first.task, 2, (5, 9))
+
+
+def test_train_reads_where_its_schedule_is() -> None:
+    options = Options.exact(50, 1000)
+    state = RunState(blocks={1: BlockState(version=3, steps=150, read=((0, 200),))})
+    assert batches_of(state, "a", options).lease.batches == (150, 200)

@@ -70,7 +70,7 @@ def test_joining_gives_the_run_and_the_first_task(world: World) -> None:
         "int4",
     )
     assert task.lease_seconds > 0 and task.deadline_seconds > 0 and task.payload_limit > 10_000
-    for part in (reply.corpus.train, reply.corpus.valid, task.weights):
+    for part in (reply.corpus.index, *task.shards, task.weights):
         content = b"".join(client.blob(part.sha256))
         assert (sha256(content), len(content)) == (part.sha256, part.length)
 

@@ -170,7 +170,7 @@ def test_wrong_protocol_run_worker_and_fingerprint(place: Place) -> None:
     refuse(
         place,
         Code.WRONG_PROTOCOL,
-        lambda: place.post("/v1/join", place.worker().join_message(protocol=2)),
+        lambda: place.post("/v1/join", place.worker().join_message(protocol=1)),
     )
     refuse(
         place,

@@ -58,6 +58,7 @@ def lease(task: int = 1, worker: str = "a", **changes: object) -> Lease:
         worker,
         steps=10,
         start_step=0,
+        position=10 * (task - 1),
         granted=0.0,
         expires=200.0,
         expected=10.0,

@@ -290,20 +290,18 @@ class Machine(RuleBasedStateMachine):
         assert set(stored.leases) == set(live.state.leases)
         for task, lease in stored.leases.items():
             mine = live.state.leases[task]
-            assert (lease.fence, lease.worker, lease.base, lease.expired, lease.trained) == (
-                mine.fence,
-                mine.worker,
-                mine.base,
-                mine.expired,
-                mine.trained,
-            )
+            names = ("fence", "worker", "base", "batches", "expired", "trained")
+            assert [getattr(lease, name) for name in names] == [
+                getattr(mine, name) for name in names
+            ]
         for index, block in stored.blocks.items():
             assert {u.id for u in block.round.updates} == {
                 u.id for u in live.state.blocks[index].round.updates
             }
-            assert (block.version, block.steps, block.tokens) == tuple(
-                getattr(live.state.blocks[index], name) for name in ("version", "steps", "tokens")
-            )
+            kept = ("version", "steps", "tokens", "read")
+            assert [getattr(block, name) for name in kept] == [
+                getattr(live.state.blocks[index], name) for name in kept
+            ]
         manifest, head = self.coordinator.manifest(), live.store.head()
         assert head is not None and manifest.number == head.seq
 

@@ -47,7 +47,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train(trainer: Trainer, corpus: TokenCorpus, steps: int) -> list[float]:
-    batches = corpus.batches(trainer.config, trainer.own_stream)
+    batches = corpus.batches(trainer.config, trainer.index)
     return [loss for _, loss in trainer.run(batches, steps)]
 
 

@@ -39,8 +39,8 @@ def trainer_of(kind: str, **changes: Any) -> Trainer:
 
 
 def run(trainer: Trainer, corpus: TokenCorpus, until: int) -> list[float]:
-    order = trainer.own_stream if trainer.stream is None else trainer.stream
-    return [loss for _, loss in trainer.run(corpus.batches(trainer.config, order), until)]
+    batches = corpus.batches(trainer.config, trainer.index)
+    return [loss for _, loss in trainer.run(batches, until)]
 
 
 def loss_of_zeros(trainer: Trainer) -> float:
@@ -127,20 +127,18 @@ def test_a_task_continues_from_weights_and_moments(kind: str, corpus: TokenCorpu
         second.load_weights({name: w for name, w in whole.weights().items() if name != "embed"})
 
 
-def test_another_stream_draws_other_text_and_other_noise(corpus: TokenCorpus) -> None:
+def test_another_position_has_other_text_and_other_noise(corpus: TokenCorpus) -> None:
+    """A replica reads on where another one ends, and repeats nothing of it."""
     settings, index = KINDS["exact"]
     config = tiny_config(**settings)
     losses = {}
-    for stream in (None, 2, 0, 300):
-        trainer = Trainer(config, index, stream=stream)
+    for shift in (0, 2, 300):
+        trainer = Trainer(config, index, shift=shift)
         noise = loss_of_zeros(trainer)
-        losses[stream] = (noise, *run(trainer, corpus, 2))
-    assert losses[None] == losses[2]  # the block's own
-    assert (
-        len({loss[0] for loss in losses.values()})
-        == len({loss[1] for loss in losses.values()})
-        == 3
-    )
+        losses[shift] = (noise, *run(trainer, corpus, 2))
+    assert len({loss[0] for loss in losses.values()}) == len({x[1] for x in losses.values()}) == 3
+    trainer = Trainer(config, index, step=2)
+    assert loss_of_zeros(trainer) == losses[2][0]  # the same batch, by another worker
 
 
 def test_training_lowers_the_loss(corpus: TokenCorpus) -> None:

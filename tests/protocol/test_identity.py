@@ -29,17 +29,17 @@ CANONICAL = (
 PUBLIC = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
 WORKER_ID = "56475aa75463474c0285df5dbf2bcab7"
 SIGNATURE = (
-    "6a78bef016ea6b0ca849c595672f9664caab459c6bdde6513d2c6f5f521c5540"
-    "ad5e3200f08662666a4080a6850aa5228ac73725817e05d446afd8d789e9e508"
+    "ab08a2a764424b6060014ef2af9892dbb994e05b6f38364b942cd9c018048d8e"
+    "c766add2775ba5c5c348b79500113edb11c47ea3fe74b9b635a666cc4ae20707"
 )
 DIGEST = "a91982190ab2b64c82ba10c89774c14729fe6a32673b60f9aad2f469df8081c1"
-LINEAGE = "7bda95b77b8150312da2c8fe3a0a5c5a5abf576b289338dd17a16c590c4b9257"
+LINEAGE = "256e0133cbeedfc3992ce4b34e5c7e51d6caafa15b3534ca8bfc2935e5396641"
 ENTRY = "47d1c327e5b8de2887e2eebde5bc63df26ed5477911cf2f18f9d894a6621c96e"
 
 
 def test_golden_canonical_bytes_and_signature() -> None:
     assert identity.canonical(SUBMISSION) == CANONICAL.encode()
-    assert identity.signing_bytes(SUBMISSION) == b"blocktrain 1 Submission\n" + CANONICAL.encode()
+    assert identity.signing_bytes(SUBMISSION) == b"blocktrain 2 Submission\n" + CANONICAL.encode()
     assert (KEY.public_key, KEY.worker) == (PUBLIC, WORKER_ID)
     assert KEY.sign(SUBMISSION).signature == SIGNATURE
     assert identity.digest(SUBMISSION) == DIGEST

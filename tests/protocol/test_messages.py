@@ -211,6 +211,7 @@ def test_codes_are_stable() -> None:
         "bad_token",
         "block_finished",
         "busy",
+        "damaged",
         "duplicate",
         "hash_mismatch",
         "kicked",

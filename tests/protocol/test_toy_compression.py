@@ -69,5 +69,6 @@ def test_a_name_outside_the_table_is_refused_in_an_order() -> None:
     with pytest.raises(ValidationError, match="compression is one of"):
         Order.model_validate_json(
             '{"task":1,"number":0,"block":1,"base":0,"weights":{"sha256":"' + "0" * 64 + '",'
-            '"length":1},"seed":1,"stream":1,"start_step":0,"steps":1,"compression":"thirds"}'
+            '"length":1},"seed":1,"position":1,"shards":[],"start_step":0,"steps":1,'
+            '"compression":"thirds"}'
         )

@@ -124,7 +124,7 @@ def alone(
     """The plain loop."""
     sources = independent({source.index: source.block for source in read or []})
     trainer = Trainer(config, index, sources)
-    for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
+    for _ in trainer.run(corpus.batches(config, trainer.index), config.steps):
         pass
     return trainer
 

@@ -85,6 +85,16 @@ def test_one_run_from_its_start_to_a_version(store: Store) -> None:
     assert first_entry == {"blocks": 1, "fingerprint": "f", "run": store.run_id}
 
 
+def test_a_restart_knows_which_batches_were_read(place: Opener) -> None:
+    store = started(place.open())
+    store.save(Changes(leases=[lease(2, position=30), lease(3, position=10), lease(4)]))
+    record(store, update(store, 1, b"a", steps=10))
+    record(store, update(store, 2, b"b", steps=4))
+    record(store, update(store, 3, b"c", steps=10))
+    store.close()
+    assert place.open().recover(1).read == {1: ((0, 20), (30, 34))}
+
+
 def test_same_submission_gets_the_same_answer_for_ever(store: Store) -> None:
     sent = update(started(store), 1)
     once = Changes(nonces=[NonceRecord("w", "n", 1.0)])
@@ -300,6 +310,36 @@ def test_blobs_by_name(store: Store, tmp_path: Path) -> None:
             reading(name)
     with pytest.raises(Damaged):
         list(store.blobs.pieces(name))
+
+
+def test_files_are_taken_over_as_blobs(place: Opener, tmp_path: Path) -> None:
+    """Two starts: the second one finds what the first one has linked."""
+    contents = [bytes([n]) * 1000 for n in range(3)]
+    files = {sha256(content): tmp_path / f"{n}.tok" for n, content in enumerate(contents)}
+    for path, content in zip(files.values(), contents, strict=True):
+        path.write_bytes(content)
+    for _ in range(2):
+        store = place.open()
+        store.blobs.link(files)
+        store.close()
+    blobs = place.open().blobs
+    for path in files.values():
+        path.unlink()
+    assert list(blobs.names()) == sorted(files)
+    for name, content in zip(files, contents, strict=True):
+        blobs.verify(name)
+        assert blobs.has(name) and blobs.size(name) == 1000 and blobs.read(name) == content
+        assert b"".join(blobs.pieces(name, 400)) == content[400:]
+        blobs.export(name, tmp_path / "exported")
+        assert (tmp_path / "exported").read_bytes() == content
+    blobs.delete(next(iter(files)))
+    assert len(list(blobs.names())) == 2
+    (tmp_path / "wrong").write_bytes(b"other bytes")
+    blobs.link({"ab" * 32: tmp_path / "wrong"})
+    with pytest.raises(Damaged, match="ab" * 32):
+        blobs.verify("ab" * 32)
+    with pytest.raises(Conflict, match="64 hex digits"):
+        blobs.link({"../x": tmp_path / "wrong"})
 
 
 def test_blob_names_are_checked(store: Store) -> None:

@@ -57,7 +57,7 @@ WRITER = textwrap.dedent(
             n += 1
             publish(n, b"%d" % n, [update.id], "closed")
             print("version", n, flush=True)
-        lease = LeaseRecord(task, task, 1, n, 1, "w", 1, 0, 0.0, 1e9, 1.0, False, False)
+        lease = LeaseRecord(task, task, 1, n, 1, "w", 1, 0, 0, 0.0, 1e9, 1.0, False, False)
         store.save(Changes(leases=[lease]))
         payload = store.blobs.put(b"%d-" % task + bytes(size))
         update = UpdateRecord(task, 1, 1, n, "w", payload, 1, 1, 1, 1.0, 0, 1.0, True, "accepted")

@@ -15,7 +15,16 @@ from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.train import Trainer
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import Identity, identity_from_seed
-from blocktrain.protocol.messages import Blob, Join, Lineage, Submission, Task, TaskRequest, Wait
+from blocktrain.protocol.messages import (
+    PROTOCOL,
+    Blob,
+    Join,
+    Lineage,
+    Submission,
+    Task,
+    TaskRequest,
+    Wait,
+)
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256, split
 from blocktrain.watch.server import WatchedCoordinator, open_coordinator
@@ -45,7 +54,7 @@ class ManualWorker:
     def join(self) -> None:
         # Its speed is unknown, so the coordinator never asks it to wait for others.
         asked = Join(
-            protocol=1,
+            protocol=PROTOCOL,
             public_key=self.me.public_key,
             device="cpu",
             memory=0,
@@ -63,12 +72,13 @@ class ManualWorker:
         task = self.next
         assert isinstance(task, Task), task
         sources = read_blocks(CONFIG, task.features, self.tensors)
-        trainer = Trainer(CONFIG, task.block, independent(sources), task.start_step, task.stream)
+        trainer = Trainer(CONFIG, task.block, independent(sources), task.start_step)
+        trainer.shift = task.position - task.start_step
         base = self.tensors(task.weights)
         trainer.load_weights(base)
         before, parent, moments, residual = self.state.get(task.block, (None, None, {}, {}))
         trainer.restore(moments)
-        batches = self.corpus.batches(CONFIG, task.stream)
+        batches = self.corpus.batches(CONFIG, task.block)
         losses = [loss for _, loss in trainer.run(batches, task.start_step + task.steps)]
         new = trainer.weights()
         payload, left = compression.compress_weights(new), dict[str, tensors.Array]()

@@ -34,7 +34,7 @@ from blocktrain.protocol.refusals import Code, Refused
 RUN, WORKER, NONCE, KEY, SHA = "0a" * 16, "1b" * 16, "2c" * 16, "3d" * 32, "4e" * 32
 CONFIG = make_config({})
 BLOB = Blob(sha256=SHA, length=1234)
-CORPUS = CorpusBlobs(name="wikitext2", train=BLOB, valid=BLOB)
+CORPUS = CorpusBlobs(name="wikitext2", index=BLOB, tokenizer=BLOB)
 VERSION = BlockVersion(block=1, version=3, weights=BLOB)
 TASK = Task(
     task=7,
@@ -43,7 +43,8 @@ TASK = Task(
     base=3,
     weights=BLOB,
     seed=5,
-    stream=2,
+    position=12,
+    shards=(Blob(sha256="5d" * 32, length=64),),
     start_step=120,
     steps=40,
     compression="int4",

@@ -30,6 +30,7 @@ def lease(task: int, **changes: Any) -> LeaseRecord:
         worker="w",
         steps=10,
         start_step=0,
+        position=10 * (task - 1),
         age=10.0,
         remaining=60.0,
         expected=20.0,

@@ -368,8 +368,8 @@ def see_ledger(seen: Seen, entries: list[tuple[str, Json]]) -> None:
     versions = [body for kind, body in entries if kind == "version"]
     for number, body in enumerate(updates):
         said, order = body["submission"], body["order"]
-        names = ("task", "number", "block", "base", "seed", "stream", "start_step", "compression")
-        told = {name: order[name] for name in names}
+        names = ("task", "number", "block", "base", "seed", "start_step", "compression")
+        told = {name: order[name] for name in (*names, "position", "shards")}
         told |= {name: said[name] for name in ("steps", "tokens", "continued")}
         pins = [[pin["block"], pin["version"]] for pin in order["features"]]
         seen.exact[f"update {number}"] = {**told, "features": pins}

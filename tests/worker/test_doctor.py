@@ -33,7 +33,6 @@ from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
 from blocktrain.worker.doctor.doctor import DoctorOptions, examine
-from blocktrain.worker.task import corpus_folder
 from support.command import environment
 from support.fake_worker import TOKEN, begin, beginning, prepared
 from support.waiting import PATIENCE
@@ -194,11 +193,11 @@ def listening(speak: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def test_a_machine_that_can_join(here: str, tmp_path: Path) -> None:
-    checks = found(tmp_path, here, token=TOKEN, data=str(prepared()))
+    checks = found(tmp_path, here, token=TOKEN, data=str(prepared() / "corpus"))
     assert list(checks) == [*WITH_URL[:-1], "data", "speed"]
     assert {name for name, check in checks.items() if check.state != "ok"} == {"upload"}
     assert "a step of block 1: tasks of 2 steps" in checks["speed"].found
-    assert "fetches it when it first joins" in checks["corpus"].found
+    assert "a worker fetches those that its tasks name" in checks["corpus"].found
     assert not (tmp_path / "cache").exists()  # it leaves nothing behind
     assert len(HttpClient(here, TOKEN).status().workers) == 0
 
@@ -434,12 +433,11 @@ def test_wrong_token(here: str, tmp_path: Path) -> None:
     assert wrong["speed"].found == "cannot be checked while `token` fails"
 
 
-def test_an_old_protocol_number(tmp_path: Path) -> None:
-    with coordinator_process(
-        tmp_path, "from blocktrain.protocol import messages\nmessages.PROTOCOL = 0"
-    ) as url:
-        checks = found(tmp_path, url)
-    says = "the coordinator speaks protocol 0, this version 1"
+def test_an_old_protocol_number(here: str, tmp_path: Path) -> None:
+    older = rewriting(here, lambda body: body.replace(b'"protocol":2', b'"protocol":0'))
+    with http_server(older) as url:
+        checks = found(tmp_path, url, token=TOKEN)
+    says = "the coordinator speaks protocol 0, this version 2"
     require_failure(
         checks,
         "protocol",
@@ -454,7 +452,7 @@ def test_an_old_protocol_number(tmp_path: Path) -> None:
 
 def test_a_manifest_that_only_a_newer_version_can_read(here: str, tmp_path: Path) -> None:
     newer = rewriting(
-        here, lambda body: body.replace(b'"protocol":1', b'"protocol":7,"colour":"green"')
+        here, lambda body: body.replace(b'"protocol":2', b'"protocol":7,"colour":"green"')
     )
     with http_server(newer) as url:
         checks = found(tmp_path, url, token=TOKEN)
@@ -548,7 +546,7 @@ def test_too_little_memory_for_a_block(here: str, tmp_path: Path) -> None:
     require_failure(
         found(tmp_path, memory="much"),
         "memory",
-        "'much' is not an amount of memory",
+        "'much' is not an amount of bytes",
         "write it like 8GB",
     )
 
@@ -632,23 +630,20 @@ def test_what_a_disk_is_judged_by(tmp_path: Path) -> None:
 
 
 def test_a_damaged_copy_of_the_corpus(here: str, tmp_path: Path) -> None:
-    folder = corpus_folder(tmp_path / "cache", HttpClient(here, TOKEN).manifest().corpus)
-    shutil.copytree(prepared(), folder)
-    assert (
-        "the copy in the cache has the run's hash"
-        in found(tmp_path, here, token=TOKEN)["corpus"].found
-    )
-    with (folder / "train.txt").open("r+b") as file:
+    folder = tmp_path / "cache" / "shards"
+    shutil.copytree(prepared() / "corpus" / "shards", folder)
+    right = found(tmp_path, here, token=TOKEN)["corpus"].found
+    assert "3 are in the cache, the last one has its hash" in right
+    copy = max(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+    with copy.open("r+b") as file:
         file.write(b"?")
     checks = found(tmp_path, here, token=TOKEN)
     require_failure(
         checks,
         "corpus",
-        "has another hash than the run's",
-        f"delete {folder / 'train.txt'}; the worker then fetches it again",
+        "in the cache is damaged",
+        f"delete {copy}; the worker then fetches it again",
     )
-    (folder / "train.txt").write_bytes(b"half")  # the worker sees that by itself
-    assert "fetches it" in found(tmp_path, here, token=TOKEN)["corpus"].found
 
 
 def test_a_corpus_with_another_hash(here: str, tmp_path: Path) -> None:
@@ -657,7 +652,7 @@ def test_a_corpus_with_another_hash(here: str, tmp_path: Path) -> None:
     require_failure(
         checks,
         "data",
-        "is not the corpus of the run .words.: it has another hash",
+        "is not the corpus of the run .words.: its shards have other hashes",
         "start a coordinator with --data",
     )
     checks = found(tmp_path, here, token=TOKEN, data="no-such-file")
@@ -682,7 +677,8 @@ def test_a_torch_that_does_not_load(here: str, tmp_path: Path) -> None:
     assert re.search(
         r"^ok       round_trip   [0-9.]+ ms", said.stdout, re.MULTILINE
     )  # one failure does not hide the others
-    done = command(tmp_path, here, "--json", PYTHONPATH=str(tmp_path / "broken"))
+    paths = f"{tmp_path / 'broken'}{os.pathsep}{source}"
+    done = command(tmp_path, here, "--json", PYTHONPATH=paths)
     assert done.returncode == 2 and json.loads(done.stdout)["ok"] is False, done.stderr
     checks = {check["name"]: CheckResult(**check) for check in json.loads(done.stdout)["checks"]}
     require_failure(checks, "torch", "cannot be imported .*libcudart.so.12", "install torch again")
@@ -690,7 +686,6 @@ def test_a_torch_that_does_not_load(here: str, tmp_path: Path) -> None:
         "device",
         "memory",
         "speed",
-        "corpus",
         "upload",
     }
 
@@ -718,7 +713,7 @@ def test_what_figures_are_judged_by() -> None:
     assert diagnosis.judge_round_trip([3.0]).state == "warning"
     assert (
         diagnosis.judge_download(16 * 10**6, 2.0, 80 * 10**6).found
-        == "8 MB/s; the corpus of 80 MB takes 10 s"
+        == "8 MB/s; a shard of 80 MB takes 10 s"
     )
     assert diagnosis.judge_download(10**6, 2.0, 10**9).state == "warning"
     assert diagnosis.judge_download(10**4, 2.0, 10**9).state == "failed"

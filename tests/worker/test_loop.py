@@ -45,7 +45,7 @@ def plain(config: Config, corpus: TokenCorpus) -> list[Block]:
     blocks: dict[int, Block] = {}
     for index in range(1, config.blocks + 1):
         trainer = Trainer(config, index, independent(blocks) if config.reads(index) else [])
-        for _ in trainer.run(corpus.batches(config, trainer.own_stream), config.steps):
+        for _ in trainer.run(corpus.batches(config, trainer.index), config.steps):
             pass
         blocks[index] = trainer.block
     return list(blocks.values())
@@ -331,7 +331,7 @@ def test_a_damaged_copy_of_the_corpus_is_fetched_again(
 ) -> None:
     here = place(Policy.exact(4), blocks=2)
     here.worker().run(finishing=lambda: bool(here.events("task")))
-    (copy,) = (here.folder / "cache" / "corpora").glob("*/train.txt")
+    (copy,) = (here.folder / "cache" / "shards").glob("*.tok")
     with copy.open("r+b") as file:
         file.write(b"?")
     here.worker().run()

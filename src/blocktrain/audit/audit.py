@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from blocktrain.audit.corpus import CorpusCheck, read_corpus
 from blocktrain.audit.evidence import (
     AuditProgress,
     CheckName,
@@ -22,6 +23,7 @@ from blocktrain.audit.evidence import (
     RunRecord,
     Totals,
     read_verified,
+    require_protocol,
 )
 from blocktrain.audit.recompute import add, clip_scale, next_weights, propose
 from blocktrain.config import Config, make_config
@@ -106,11 +108,14 @@ def audit(
     Training takes about as long as all workers took together.
     """
     record = source.record()
+    require_protocol(record)
     auditor = Auditor(source)
     for number, entry in enumerate(record.entries, start=1):
         auditor.follow(entry)
         progress("entries", number, len(record.entries))
     auditor.finish(record)
+    if source.whole:  # from far away this would fetch the whole corpus
+        auditor.check_shards(progress)
     retrained, differences = 0, list[Finding]()
     if retrain and auditor.run is not None:
         from blocktrain.audit import replay  # torch, only where it is needed
@@ -143,6 +148,7 @@ class Auditor:
     run: RunBody | None = None
     config: Config | None = None
     last: ledger.LedgerEntry | None = None
+    corpus: CorpusCheck | None = None
     joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
@@ -232,13 +238,23 @@ class Auditor:
                 self.report(
                     "run", entry.seq, "the fingerprint or the blocks are not those of the settings"
                 )
+            exclusive = bool(run.policy.get("exclusive"))
+            self.corpus = CorpusCheck(read_corpus(self.source, run), self.config, exclusive)
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
             self.report("parent", entry.seq, "it names blocks of its parent that it does not have")
 
+    def check_shards(self, progress: AuditProgress) -> None:
+        """All shards of the corpus, also those that no task has read."""
+        if self.corpus is not None:
+            for sentence in self.corpus.damaged_shards(self.source, progress):
+                self.report("corpus", 1, sentence)
+
     def _lease(self, entry: ledger.LedgerEntry, lease: LeaseFacts) -> None:
         task, before = lease.order.task, self.newest.get(lease.order.task)
+        for sentence in self.corpus.lease(lease, before) if self.corpus else ():
+            self.report("corpus", entry.seq, sentence)
         if before is not None and lease.fence <= before.fence and lease != before:
             self.report(
                 "fence",
@@ -316,6 +332,9 @@ class Auditor:
             return
         if s.task in self.answered:
             self.report("twice", seq, f"{name} is the second accepted answer to task {s.task}")
+        elif self.corpus is not None:
+            for sentence in self.corpus.update(o, s.steps):
+                self.report("corpus", seq, sentence)
         self._staleness(seq, update, name)
         self.answered[s.task] = update.id
         self.updates[update.id] = seq, update

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from blocktrain.errors import Damaged, Unreachable
+from blocktrain.errors import Damaged, RunError, Unreachable
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.ledger import LedgerEntry
-from blocktrain.protocol.messages import Blob, Manifest
+from blocktrain.protocol.messages import PROTOCOL, Blob, Manifest
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.open import read_blobs, read_store
 
@@ -40,6 +41,7 @@ CheckName = Literal[
     "weights",  # recomputed to other bytes
     "momentum",
     "blob",  # missing or with other bytes
+    "corpus",  # a shard is damaged, or a task reads other text than the rules say
     "contributions",  # totals do not add up
     "retrain",  # trained again to other bytes
     "lineage",
@@ -128,6 +130,18 @@ class RemoteSource:
         if len(content) == blob.length:
             path.write_bytes(content)
         return bytes(content)
+
+
+def require_protocol(record: RunRecord) -> None:
+    """The rules of an older protocol are in an older version."""
+    with suppress(ValueError, AttributeError, IndexError):
+        first = record.entries[0]
+        protocol = json.loads(first.body).get("protocol")
+        if first.kind == "run" and protocol != PROTOCOL:
+            raise RunError(
+                f"this run was begun with protocol {protocol}, and this version of blocktrain "
+                f"audits {PROTOCOL}; use the version that it began with"
+            )
 
 
 def open_folder(path: Path) -> EvidenceSource:

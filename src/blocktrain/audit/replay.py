@@ -6,13 +6,11 @@ It needs torch: only an audit with `retrain` imports it.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,16 +20,23 @@ from blocktrain.audit.evidence import AuditProgress, CheckName, Finding
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, Damaged
 from blocktrain.learning.compose import build_block, independent
-from blocktrain.learning.corpus.source import Source
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
+from blocktrain.learning.shards import (
+    Batches,
+    CorpusIndex,
+    Shard,
+    batches,
+    order_of,
+    read_index,
+)
 from blocktrain.learning.threads import limited_threads
-from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.tokenizer import Ids
 from blocktrain.learning.train import Trainer, block_weights, put_weights
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.ledger import UpdateBody
 from blocktrain.protocol.messages import Blob, Order, Submission
 
+OPEN_SHARDS = 8  # in memory at a time
 Read = Callable[[Blob], bytes]
 Updates = Sequence[tuple[int, UpdateBody]]  # accepted, with the numbers of their entries
 
@@ -66,10 +71,11 @@ def retrain(
     uses = Counter(before for befores in needs.values() for before in befores)
     states: dict[int, _TaskState] = {}
     findings = list(_check_first_versions(config, run))
-    with limited_threads(), _corpus(config, run, read) as corpus:
+    text = _Text(config, read_index(read(run.corpus.index)), read)
+    with limited_threads():
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
-            problems, state = _retrain_update(update, config, corpus, states, read)
+            problems, state = _retrain_update(update, text, states)
             findings += [
                 Finding(name, entry, f"{sentence}{_device_note(joins, update, name)}")
                 for name, sentence in problems
@@ -87,13 +93,21 @@ def _parents(update: UpdateBody) -> set[int]:
     return {task for task in (c.optimizer, c.residual) if task is not None}
 
 
-@contextmanager
-def _corpus(config: Config, run: ledger.RunFacts, read: Read) -> Iterator[TokenCorpus]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "train.txt").write_bytes(read(run.corpus.train))
-        (folder / "valid.txt").write_bytes(read(run.corpus.valid))
-        yield Source(name, None, folder / "cache").open(tokenizer_of(config))
+@dataclass(frozen=True)
+class _Text:
+    """The corpus of a run. Only shards that an order names are read."""
+
+    config: Config
+    index: CorpusIndex
+    read: Read
+
+    def batches(self, block: int) -> Batches:
+        open_shard = lru_cache(OPEN_SHARDS)(self._open)
+        return batches(order_of(self.index, self.config, block), self.config.batch, open_shard)
+
+    def _open(self, shard: Shard) -> Ids:
+        content = self.read(Blob(sha256=shard.sha256, length=self.index.file_bytes(shard)))
+        return np.frombuffer(content, self.index.dtype)
 
 
 def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Finding]:
@@ -112,21 +126,17 @@ def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Find
 
 
 def _retrain_update(
-    update: UpdateBody,
-    config: Config,
-    corpus: TokenCorpus,
-    states: Mapping[int, _TaskState],
-    read: Read,
+    update: UpdateBody, text: _Text, states: Mapping[int, _TaskState]
 ) -> tuple[list[tuple[CheckName, str]], _TaskState | None]:
     """Train an update again, and compare the result with what was sent."""
-    order, sent = update.order, update.submission
+    order, sent, read = update.order, update.submission, text.read
     name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
     try:
         parent, residual = (
             _state_of(states, sent.continued.optimizer),
             _state_of(states, sent.continued.residual),
         )
-        trainer, losses = _train(update, config, corpus, parent, read)
+        trainer, losses = _train(update, text, parent)
         payload, rest = _payload(order, trainer, residual, read)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
@@ -156,19 +166,19 @@ def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState 
 
 
 def _train(
-    update: UpdateBody, config: Config, corpus: TokenCorpus, parent: _TaskState | None, read: Read
+    update: UpdateBody, text: _Text, parent: _TaskState | None
 ) -> tuple[Trainer, list[float]]:
-    order = update.order
+    order, config, read = update.order, text.config, text.read
     sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
-    trainer = Trainer(config, order.block, independent(sources), order.start_step, order.stream)
+    trainer = Trainer(config, order.block, independent(sources), order.start_step)
+    trainer.shift = order.position - order.start_step
     trainer.load_weights(tensors.unpack(read(order.weights)))
     # Copies: the optimizer works in place, and another task may continue the same state.
     trainer.restore(
         {} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()}
     )
-    batches = corpus.batches(config, order.stream)
     end = order.start_step + update.submission.steps
-    losses = [loss for _, loss in trainer.run(batches, end)]
+    losses = [loss for _, loss in trainer.run(text.batches(order.block), end)]
     return trainer, losses
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blocktrain.bench.corpus import CorpusOptions, measure_corpus
 from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.memory import measure_memory
 from blocktrain.bench.quality import quality as jobs_of
@@ -172,6 +173,15 @@ def coordinator(
     write_json(folder / "coordinator.json", result)
     plot_coordinator(folder / "coordinator.png", result)
     console.print(f"wrote {folder / 'coordinator.json'} and coordinator.png")
+    return result
+
+
+def corpus(options: CorpusOptions, command: str) -> BenchResult:
+    """See `bench.corpus`; writes JSON to the folder."""
+    with bar(f"{options.gigabytes:g} GB of text") as progress:
+        result = {**header(command, options.seed), **measure_corpus(options, progress)}
+    write_json(options.folder / "corpus.json", result)
+    console.print(f"wrote {options.folder / 'corpus.json'}")
     return result
 
 

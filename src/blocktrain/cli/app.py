@@ -59,6 +59,7 @@ BENCHES: tuple[Command, ...] = (
     bench.step,
     bench.transport,
     bench.coordinator,
+    bench.corpus,
     bench.serving,
     bench.failover,
 )

@@ -202,6 +202,35 @@ def coordinator(
     )
 
 
+def corpus(
+    *,
+    gigabytes: Annotated[float, at_least(0.001)] = 4.0,
+    tokenizer: str = "bytes",
+    seed: int = 0,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """A corpus that is larger than memory: tokenizing, start, memory, and what a worker fetches.
+
+    The text is generated. Everything is measured at a quarter of the size, too, so that growth can
+    be seen. Tokenizing and fetching are killed in the middle, and their hashes are compared.
+
+    Parameters
+    ----------
+    gigabytes
+        Of text. The disk needs about three times as much; all of it is removed at the end.
+    tokenizer
+        bytes or bpe:N.
+    out
+        Folder for the text, the shards and the result; by default results/corpus.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.corpus import CorpusOptions
+
+    options = CorpusOptions(out or Path("results/corpus"), gigabytes, tokenizer, seed)
+    commands.show(commands.corpus(options, command_line()), json_)
+
+
 @dataclass(frozen=True)
 class HostFlags:
     """The hosts that serve, and the links between them."""

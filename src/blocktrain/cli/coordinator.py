@@ -35,7 +35,14 @@ from blocktrain.cli.flags import (
     named_settings,
     named_text,
 )
-from blocktrain.config import Config, Origin, read_origin, read_settings
+from blocktrain.config import (
+    DERIVED,
+    TOKENIZERS,
+    Config,
+    Origin,
+    read_origin,
+    read_settings,
+)
 from blocktrain.coordinator.policy import Policy, make_policy, policy_for_size
 from blocktrain.errors import ConfigError
 from blocktrain.files import write_atomic
@@ -177,8 +184,15 @@ class RunningCoordinator:
 
     def require(self, request: RunRequest) -> None:
         """Refuse to go on with a run of other settings."""
-        running = self.coordinator
-        if running.ready and (running.run.config, running.run.policy) != request[:2]:
+        if not self.coordinator.ready:
+            return
+        run, config = self.coordinator.run, request.config
+        # A tokenizer is looked up when a run begins; a file is called tokenizer.json then.
+        names = (config.tokenizer, "tokenizer.json" if config.tokenizer not in TOKENIZERS else "")
+        if run.config.tokenizer in names:
+            found = {name: getattr(run.config, name) for name in ("tokenizer", *DERIVED)}
+            config = config.replace(**found)
+        if (run.config, run.policy) != (config, request.policy):
             raise ConfigError(
                 f"{self.folder} holds a run with other settings; "
                 "leave the settings out to continue it, or choose another --out"
@@ -352,11 +366,16 @@ def _prepare(
 ) -> None:
     """Make version 0 and the corpus in another process: only that one needs torch."""
     from blocktrain.runs.prepare import prepare_in_process
+    from blocktrain.terminal import bar
 
     beside = running.run.store.address or None  # a folder on the same disk has enough room
     with tempfile.TemporaryDirectory(dir=beside, prefix="prepare-") as folder:
-        prepare_in_process(config, data, data_folder(), cache_folder(), Path(folder), origin)
-        running.begin(config, policy, data, Path(folder))
+        place = (data, data_folder(), cache_folder())
+        with bar("preparing the corpus") as progress:
+            resolved = prepare_in_process(
+                config, place, Path(folder), origin, lambda _, share: progress(share)
+            )
+        running.begin(resolved, policy, data, Path(folder))
 
 
 class EventLines:

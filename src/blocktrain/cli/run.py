@@ -67,6 +67,26 @@ class DeviceFlags:
         return devices
 
 
+@dataclass(frozen=True)
+class CacheFlags:
+    """What a worker keeps on its disk."""
+
+    cache: Annotated[
+        Path | None,
+        Parameter(
+            help="Folder for the corpus, weights and the state between tasks; by default "
+            "~/.cache/blocktrain."
+        ),
+    ] = None
+    cache_limit: Annotated[
+        str,
+        Parameter(
+            help="How much of the corpus all workers with this folder may keep there. Shards that "
+            "were not used for longest are deleted first, and fetched again when a task needs them."
+        ),
+    ] = "20GB"
+
+
 def worker(
     url: str,
     *,
@@ -74,7 +94,7 @@ def worker(
     where: Annotated[DeviceFlags | None, Parameter(name="*")] = None,
     memory: str = "",
     name: str = "",
-    cache: Path | None = None,
+    disk: Annotated[CacheFlags | None, Parameter(name="*")] = None,
     ca: Ca = None,
     json_: Json = False,
 ) -> None:
@@ -92,14 +112,13 @@ def worker(
         several workers: each of them.
     name
         The name of this machine in `status`.
-    cache
-        Folder for the corpus, weights and the state between tasks; by default ~/.cache/blocktrain.
     """
     from blocktrain.worker.command import WorkerOptions, run_worker
 
-    flags = where or DeviceFlags()
+    flags, disk = where or DeviceFlags(), disk or CacheFlags()
+    cache = disk.cache or cache_folder()
     options = WorkerOptions(
-        url, token, flags.device, memory, name, cache or cache_folder(), ca, json_
+        url, token, flags.device, memory, name, cache, ca, json_, disk.cache_limit
     )
     if devices := flags.several():
         from blocktrain.worker.group import run_group

@@ -24,7 +24,7 @@ from blocktrain.coordinator.state import (
     Stop,
     WorkerState,
 )
-from blocktrain.protocol.messages import MAX_BLOCKS
+from blocktrain.protocol.positions import first_gap
 
 
 def assign(now: float, state: RunState, options: Options, worker: str) -> Assignment:
@@ -227,7 +227,9 @@ def _grant(
         return plan
     size, deadline, length = plan
     again = _task_to_repeat(now, state, options, worker, index)
-    lease = _lease(now, state, options, worker, (index, again, size, deadline))
+    position, end = unread_batches(state, options, index, again, size.steps)
+    size = _shorten(size, end - position, block, worker)
+    lease = _lease(now, state, options, worker, (index, again, size, position, deadline))
     redo = f"; again, after the lease of {again.worker} ran out" if again else ""
     return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
 
@@ -272,14 +274,45 @@ def _task_to_repeat(
     return min(free, key=lambda x: x.task, default=None)
 
 
+def unread_batches(
+    state: RunState, options: Options, index: int, again: Lease | None, steps: int
+) -> tuple[int, int]:
+    """(first, end) of the batches that a task of about so many steps reads.
+
+    They are the first ones that no accepted update of the block has read, and that no task which
+    may still be answered reads. So no sequence is read twice before all were, by all replicas of
+    a block together, and what a lost task did not read comes next. A task that is given to another
+    worker keeps its batches.
+    """
+    if options.exclusive:  # one line of tasks: where the schedule is
+        first = state.blocks[index].steps
+        return first, first + steps
+    if again is not None:
+        return again.position, again.position + min(steps, again.steps)
+    least = steps if options.fixed_steps is not None else min(options.min_steps, steps)
+    out = (lease.batches for lease in state.leases.values() if lease.block == index)
+    first, end = first_gap((*state.blocks[index].read, *out), least)
+    return first, first + steps if end is None else min(end, first + steps)
+
+
+def _shorten(size: TaskSize, steps: int, block: BlockState, worker: WorkerState) -> TaskSize:
+    """The size of a task that has fewer batches to read than its worker has time for."""
+    if steps == size.steps:
+        return size
+    seconds = size.seconds
+    if worker.seconds_per_step is not None:
+        seconds = worker.overhead + steps * worker.seconds_per_step * block.cost
+    return replace(size, steps=steps, seconds=seconds, reason=f"{steps} steps that were left over")
+
+
 def _lease(
     now: float,
     state: RunState,
     options: Options,
     worker: WorkerState,
-    task: tuple[int, Lease | None, TaskSize, float],
+    task: tuple[int, Lease | None, TaskSize, int, float],
 ) -> Lease:
-    index, again, size, deadline = task
+    index, again, size, position, deadline = task
     block = state.blocks[index]
     ends = max(deadline, now + 2 * size.seconds) if options.lease is None else now + options.lease
     return Lease(
@@ -291,6 +324,7 @@ def _lease(
         worker=worker.id,
         steps=size.steps,
         start_step=block.steps,
+        position=position,
         granted=now,
         # A limit that does not depend on the speed that a worker reports.
         expires=min(ends, now + 2 * options.longest_deadline),
@@ -347,9 +381,3 @@ def _takeable(
         # Its lease is long, and a second task beside it would split the only line of versions.
         return True
     return lease.expired and not (lease.trained and alive)
-
-
-def corpus_stream(options: Options, lease: Lease, data_order: str) -> int:
-    """Which order of the corpus a task reads. Replicas must not read the same text."""
-    own = lease.block if data_order == "own" else 1
-    return own if options.exclusive else (own + lease.number * (MAX_BLOCKS + 1)) % 2**32

@@ -9,12 +9,13 @@ import hmac
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.coordinator import state
-from blocktrain.coordinator.assignment import assign, corpus_stream
+from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.closing import RoundCloser
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
@@ -27,7 +28,7 @@ from blocktrain.protocol.transfer import Plan, require_hash
 from blocktrain.store.contract import Store, WorkerRecord
 
 MANIFEST_SECONDS = 600
-LEDGER_PAGE = 200
+LEDGER_PAGE, LEDGER_PAGE_BYTES = 200, 1 << 20  # at most; at least one entry
 SOON = 0.1  # seconds in which a version is made
 
 
@@ -288,18 +289,23 @@ class Coordinator:
         self.run.store.blobs.export(name, target)
 
     def _public_blob(self, name: str) -> int:
-        """The block that a public blob belongs to."""
+        """The block that a public blob belongs to. One of the corpus is known to be intact."""
         with self._lock_run() as run:
             if name not in run.history.public:
                 raise Refused(Code.NOT_FOUND, "no public blob has this name")
-            return run.history.public[name]
+            block = run.history.public[name]
+        run.corpus.verify(name)
+        return block
 
     def ledger(self, after: int = 0) -> facts.LedgerPage:
         """A page of the public record."""
         with self._lock_run() as run:
             entries = run.store.ledger(after=after, limit=LEDGER_PAGE)
+            sizes = accumulate(len(entry.body) for entry in entries)
+            count = max(1, sum(size <= LEDGER_PAGE_BYTES for size in sizes))
             head = run.history.head
-            return facts.LedgerPage(entries=tuple(entries), total=head.seq if head else 0)
+            total = head.seq if head else 0
+            return facts.LedgerPage(entries=tuple(entries[:count]), total=total)
 
     # What operators call
 
@@ -377,7 +383,9 @@ class Coordinator:
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)
         if isinstance(decision, state.Postpone):
             return m.Wait(seconds=decision.seconds, code="no_work", reason=decision.reason)
-        lease = decision.lease
+        steps = run.corpus.most_steps(decision.lease.block, *decision.lease.batches)
+        lease = replace(decision.lease, steps=steps)
+        decision = replace(decision, lease=lease)
         if not decision.resumed and self._closer.is_closing(lease.block):
             reason = f"the next version of block {lease.block} is being made"
             return m.Wait(seconds=SOON, code="no_work", reason=reason)
@@ -423,7 +431,8 @@ class Coordinator:
             base=lease.base,
             weights=run.blob(base.weights),
             seed=run.config.seed,
-            stream=corpus_stream(run.options, lease, run.config.data_order),
+            position=lease.position,
+            shards=run.corpus.shards(lease.block, *lease.batches),
             start_step=lease.start_step,
             steps=lease.steps,
             compression=run.policy.compression,

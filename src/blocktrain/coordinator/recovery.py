@@ -32,6 +32,7 @@ def recover_state(stored: StoredRun, now: float, fusion: int | None) -> RunState
             fusion=index == fusion,
             task_seconds=tuple(stored.task_seconds.get(index, ())),
             next_number=stored.next_numbers.get(index, 0),
+            read=stored.read.get(index, ()),
             round=current,
         )
     return RunState(
@@ -53,6 +54,7 @@ def _lease(now: float, record: LeaseRecord) -> Lease:
         worker=record.worker,
         steps=record.steps,
         start_step=record.start_step,
+        position=record.position,
         granted=now - record.age,
         expires=now + record.remaining,
         expected=record.expected,

@@ -8,10 +8,9 @@ recovers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,10 +19,12 @@ from typing import Any, Protocol
 from blocktrain.clock import Clock
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
+from blocktrain.coordinator.corpus import RunCorpus, store_corpus
 from blocktrain.coordinator.merge import MergeOptions
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.coordinator.recovery import recover_state
 from blocktrain.coordinator.rounds import end_reason
+from blocktrain.coordinator.traffic import TrafficCounter
 from blocktrain.errors import RunError, StorageFailed
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
@@ -31,7 +32,6 @@ from blocktrain.protocol.identity import Identity
 from blocktrain.protocol.refusals import MAX_SENTENCE, Refused
 from blocktrain.protocol.tensors import Schema, schema_of, unpack
 from blocktrain.store.contract import (
-    PIECE,
     ByteCount,
     Changes,
     NonceRecord,
@@ -50,8 +50,6 @@ PRUNE_SECONDS = 600.0  # how often old nonces are removed
 
 Body = dict[str, Any]  # of a ledger entry
 Note = tuple[str, Body]  # kind and body of a ledger entry that is not linked yet
-ByteCounts = tuple[int, int]  # bytes in and out
-NO_TRAFFIC: ByteCounts = (0, 0)
 
 
 class Observer(Protocol):
@@ -110,8 +108,9 @@ class RunHistory:
         return body
 
     def _run(self, body: Body) -> None:
-        for part in ("train", "valid"):
-            self.public[body["corpus"][part]["sha256"]] = 0
+        for part in ("index", "tokenizer"):
+            if (blob := body["corpus"].get(part)) is not None:
+                self.public[blob["sha256"]] = 0
 
     def _join(self, body: Body) -> None:
         self.devices[body["worker"]] = body["device"]
@@ -163,60 +162,11 @@ class RunHistory:
             del self.orders[task]
 
 
-class TrafficCounter:
-    """Bytes in and out, counted from any thread: counting never waits for a commit."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._open: dict[tuple[int, str], ByteCounts] = {}  # since the last commit
-        self._snapshot: list[ByteCount] = []
-        self.by_block: dict[int, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
-        self.by_worker: dict[str, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
-        self.total = NO_TRAFFIC
-
-    def begin(self, committed: Iterable[ByteCount]) -> None:
-        """Continue from what was counted before."""
-        with self._mutex:
-            for count in committed:
-                self._sum(count)
-
-    def add(self, count: ByteCount) -> None:
-        with self._mutex:
-            key = (count.block, count.worker)
-            self._open[key] = _plus(self._open.get(key, NO_TRAFFIC), count)
-            self._sum(count)
-
-    def _sum(self, count: ByteCount) -> None:
-        self.by_block[count.block] = _plus(self.by_block[count.block], count)
-        self.by_worker[count.worker] = _plus(self.by_worker[count.worker], count)
-        self.total = _plus(self.total, count)
-
-    def take(self) -> list[ByteCount]:
-        """What the next transaction commits. It is kept until `settle`."""
-        with self._mutex:
-            moved = {key: traffic for key, traffic in self._open.items() if any(traffic)}
-            self._snapshot = [ByteCount(*key, *traffic) for key, traffic in moved.items()]
-        return self._snapshot
-
-    def settle(self) -> None:
-        """What was taken is committed. What was counted in the meantime stays."""
-        with self._mutex:
-            for count in self._snapshot:
-                key = (count.block, count.worker)
-                came, went = self._open.pop(key)
-                if (came, went) != (count.bytes_in, count.bytes_out):
-                    self._open[key] = (came - count.bytes_in, went - count.bytes_out)
-            self._snapshot = []
-
-
-def _plus(traffic: ByteCounts, count: ByteCount) -> ByteCounts:
-    return traffic[0] + count.bytes_in, traffic[1] + count.bytes_out
-
-
 class TrainingRun:
     """One run, owned by this process."""
 
     facts: ledger.RunFacts
+    corpus: RunCorpus
     config: Config
     policy: Policy
     options: state.Options
@@ -245,16 +195,17 @@ class TrainingRun:
     def begin(self, config: Config, policy: Policy, corpus: str, prepared: Path) -> None:
         """Create the run from the files that `prepare` has written.
 
-        These are version 0 of every block, and the two parts of the corpus.
+        These are version 0 of every block, the corpus, and its tokenizer if it has one.
         """
         weights = {
             index: self._store_file(prepared / f"block-{index}.safetensors")
             for index in range(1, config.blocks + 1)
         }
+        tokenizer = prepared / "tokenizer.json"
         parts = m.CorpusBlobs(
             name=m.as_name(corpus),
-            train=self._store_file(prepared / "train.txt"),
-            valid=self._store_file(prepared / "valid.txt"),
+            index=store_corpus(self.store.blobs, prepared / "corpus", config),
+            tokenizer=self._store_file(tokenizer) if tokenizer.exists() else None,
         )
         parent = prepared / "parent.json"
         run = ledger.RunFacts(
@@ -279,16 +230,14 @@ class TrainingRun:
             self._open(document)
 
     def _store_file(self, path: Path) -> m.Blob:
-        """A file as a blob, in pieces: a corpus may be larger than memory."""
-        with path.open("rb") as file:
-            name = hashlib.file_digest(file, "sha256").hexdigest()
-        with path.open("rb") as file:
-            self.store.blobs.put_stream(iter(lambda: file.read(PIECE), b""), name)
-        return m.Blob(sha256=name, length=path.stat().st_size)
+        content = path.read_bytes()
+        return m.Blob(sha256=self.store.blobs.put(content), length=len(content))
 
     def _open(self, document: Body) -> None:
         """Continue a run from its last commit."""
         self._read_document(document)
+        self.corpus = RunCorpus(self.store.blobs, self.facts.corpus, self.config)
+        self.history.public.update(dict.fromkeys(self.corpus.names, 0))
         while entries := self.store.ledger(self.history.head.seq if self.history.head else 0, 1000):
             for entry in entries:
                 self.history.follow(entry)
@@ -335,6 +284,12 @@ class TrainingRun:
             self.save(self.state, [note("start", ledger.StartFacts(epoch=self.store.epoch))])
 
     def _read_document(self, document: Body) -> None:
+        if document.get("protocol") != m.PROTOCOL:
+            raise RunError(
+                f"this run was begun with protocol {document.get('protocol')}, and this version of "
+                f"blocktrain speaks {m.PROTOCOL}: continue it with the version that it began with, "
+                "or start a new run in another folder"
+            )
         fields = {**{k: v for k, v in document.items() if k != "policy"}, "run": self.store.run_id}
         self.facts = ledger.RunFacts.model_validate_json(json.dumps(fields))
         if self.facts.coordinator != self.identity.public_key:

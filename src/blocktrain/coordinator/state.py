@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
+from blocktrain.protocol.positions import Ranges, add_range
 from blocktrain.store.contract import (
     Changes,
     LeaseRecord,
@@ -138,6 +139,7 @@ class BlockState:
     next_number: int = (
         0  # tasks are numbered per block, so that their data does not depend on the other blocks
     )
+    read: Ranges = ()  # batches of its order of the corpus that accepted updates have read
     round: RoundState = RoundState()
 
 
@@ -153,12 +155,18 @@ class Lease:
     worker: str
     steps: int
     start_step: int
+    position: int  # the first batch that it reads
     granted: float
     expires: float
     expected: float  # seconds it should take, transfers included
     done_steps: int = 0  # by heartbeat; extends nothing
     trained: bool = False  # being uploaded
     expired: bool = False
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """(first, end) of those that it reads."""
+        return self.position, self.position + self.steps
 
     def finish(self, now: float) -> float:
         """When it will probably be here."""
@@ -337,7 +345,9 @@ def add_update(
     current = replace(block.round, updates=(*block.round.updates, update))
     if current.deadline is None or (not block.task_seconds and deadline < current.deadline):
         current = replace(current, deadline=deadline)
-    state = with_block(state, lease.block, replace(block, task_seconds=times, round=current))
+    read = add_range(block.read, lease.position, lease.position + update.steps)
+    block = replace(block, task_seconds=times, read=read, round=current)
+    state = with_block(state, lease.block, block)
     return replace(state, leases={t: other for t, other in state.leases.items() if t != task})
 
 
@@ -461,6 +471,7 @@ def lease_record(now: float, lease: Lease) -> LeaseRecord:
         worker=lease.worker,
         steps=lease.steps,
         start_step=lease.start_step,
+        position=lease.position,
         age=now - lease.granted,
         remaining=remaining(now, lease.expires) or 0.0,
         expected=lease.expected,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from blocktrain.config import sentence
+from blocktrain.config import Config, sentence
 from blocktrain.errors import CorpusError
 from blocktrain.learning.tokenizer import Ids
 
@@ -31,7 +31,7 @@ PATTERN = 1024  # sequences over which a mixture keeps its weights exactly, up t
 _PURPOSES = {"shards": 1, "sequences": 2, "shift": 3, "mixture": 4}
 
 Batches = Callable[[int], npt.NDArray[np.int64]]
-"""Step -> ids (batch, context + 1)."""
+"""Number of a batch -> its ids (batch, context + 1)."""
 OpenShard = Callable[["Shard"], Ids]
 """The ids of a shard, from wherever it is."""
 
@@ -97,6 +97,16 @@ class CorpusIndex(_Part):
     @property
     def hash(self) -> str:
         return hashlib.sha256(self.write()).hexdigest()
+
+
+def same_tokens(one: CorpusIndex, other: CorpusIndex) -> bool:
+    """Whether two corpora differ in nothing but their names."""
+
+    def without_names(index: CorpusIndex) -> CorpusIndex:
+        sources = tuple(source.model_copy(update={"name": ""}) for source in index.sources)
+        return index.model_copy(update={"name": "", "sources": sources})
+
+    return without_names(one) == without_names(other)
 
 
 def read_index(content: bytes) -> CorpusIndex:
@@ -177,6 +187,12 @@ class SequenceOrder:
 
     def _pattern(self, number: int) -> npt.NDArray[np.int64]:
         return _mixture(tuple(self._quotas), self.seed, self.block, number)
+
+
+def order_of(index: CorpusIndex, config: Config, block: int) -> SequenceOrder:
+    """The order in which a block reads a corpus. 0 is the end-to-end reference."""
+    shared = config.data_order == "shared" and block > 0
+    return SequenceOrder(index, config.context, config.seed, 1 if shared else block)
 
 
 def quotas(weights: Sequence[float], size: int) -> list[int]:
@@ -270,13 +286,13 @@ def _draws(key: tuple[int, int, int], purpose: str, epoch: int, shard: int) -> n
     return np.random.Generator(np.random.Philox(entropy))
 
 
-def batches(order: SequenceOrder, batch: int, open_shard: OpenShard, shift: int = 0) -> Batches:
-    """Step -> its batch: the sequences of positions (step + shift) * batch and on."""
+def batches(order: SequenceOrder, batch: int, open_shard: OpenShard) -> Batches:
+    """The batches of an order: number n has the sequences of positions n * batch and on."""
 
-    def read(step: int) -> npt.NDArray[np.int64]:
+    def read(number: int) -> npt.NDArray[np.int64]:
         rows = [
             open_shard(place.shard)[place.offset : place.offset + order.context + 1]
-            for place in order.places((step + shift) * batch, batch)
+            for place in order.places(number * batch, batch)
         ]
         return np.stack(rows).astype(np.int64)
 

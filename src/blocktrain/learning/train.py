@@ -128,13 +128,12 @@ class Trainer:
     index: int
     sources: Sequence[IndependentBlock] = ()
     step: int = 0
-    stream: int | None = None  # which order of the corpus its batches have; by default its own
+    shift: int = 0  # step s trains on batch s + shift of the block's order
     seconds: float = field(default=0.0, init=False)  # of all its steps, also those before a stop
     block: Block = field(init=False)
     optimizer: Optimizers = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stream = self.own_stream if self.stream is None else self.stream
         self.device = pick_device(self.config.device)
         block = (
             build_reference(self.config)
@@ -172,11 +171,6 @@ class Trainer:
         """How the learning rate of this kind of block falls from its peak."""
         return self.config.fusion_schedule if self.fusion else self.config.schedule
 
-    @property
-    def own_stream(self) -> int:
-        """The order of the corpus that is this block's own; others are for its replicas."""
-        return self.index if self.config.data_order == "own" or self.index == REFERENCE else 1
-
     def read(self, sources: Sequence[IndependentBlock]) -> None:
         """Let the fusion block read newly published blocks."""
         self.sources = [source.to(self.device).requires_grad_(False) for source in sources]
@@ -196,7 +190,7 @@ class Trainer:
 
     def _one_step(self, batches: Batches) -> float:
         c = self.config
-        tokens = torch.from_numpy(batches(self.step))
+        tokens = torch.from_numpy(batches(self.step + self.shift))
         self.block.zero_grad(set_to_none=True)
         loss = self._gradients(tokens)
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
@@ -223,9 +217,7 @@ class Trainer:
 
     def _draw(self, sequences: int) -> Draws:
         """What this step needs at random, for the whole batch."""
-        entropy = [self.config.seed, self.index, self.step]
-        if self.stream not in (None, self.own_stream):
-            entropy.append(self.stream + 1)  # a trailing zero would change nothing
+        entropy = [self.config.seed, self.index, self.step + self.shift]
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(seed[0]))
         return composition_of(self.config).draw(self.block, self.config, sequences, generator)

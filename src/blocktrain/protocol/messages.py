@@ -17,10 +17,11 @@ from blocktrain.protocol.compression import Method
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused, Then
 from blocktrain.protocol.transfer import MAX_CHUNK_BYTES, MAX_CHUNKS, MIN_CHUNK_BYTES, Plan
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_JSON = 1 << 16  # of a request
 MAX_REPLY = 1 << 22  # of an answer
 MAX_BLOCKS = 256
+MAX_SHARDS = 4096  # of a task
 TICKET_HEADER = "BlockTrain-Ticket"  # of a chunk: the ticket in the task
 DIGEST_HEADER = "BlockTrain-SHA256"  # of a chunk: its sha256
 WORKER_HEADER = "BlockTrain-Worker"  # of a download: whose bytes these are, for the counters
@@ -107,11 +108,13 @@ class Blob(Message):
 
 
 class CorpusBlobs(Message):
-    """The two files every worker trains and scores on; the name is for people."""
+    """What a run's corpus consists of; the name is for people."""
 
     name: Name
-    train: Blob
-    valid: Blob
+    index: Blob
+    """Lists the shards. Each of them is a blob, too; tasks name those that they read."""
+    tokenizer: Blob | None = None
+    """The tokenizer.json that made the tokens; None for bytes."""
 
 
 class BlockVersion(Message):
@@ -168,8 +171,10 @@ class Order(Message):
     """Version that is trained from."""
     weights: Blob
     seed: Annotated[int, Field(ge=0, lt=2**32)]
-    stream: Annotated[int, Field(ge=0, lt=2**32)]
-    """Order of the corpus: the batch of step s is drawn from (seed, stream, s)."""
+    position: Annotated[int, Field(ge=0, lt=2**31)]
+    """Step s reads batch position + s - start_step of the block's order of the corpus."""
+    shards: Annotated[tuple[Blob, ...], Field(min_length=1, max_length=MAX_SHARDS)]
+    """The shards of the corpus in which these batches are."""
     start_step: Annotated[int, Field(ge=0, lt=2**31)]
     steps: Annotated[int, Field(ge=1, lt=2**31)]
     """Steps start_step ... start_step + steps - 1 are made."""

@@ -47,6 +47,7 @@ class Code(StrEnum):
     BUSY = "busy"
     TOO_MANY_REQUESTS = "too_many_requests"
     STORAGE_FAILED = "storage_failed"
+    DAMAGED = "damaged"
 
 
 class Then(StrEnum):
@@ -185,6 +186,12 @@ RULES: dict[Code, Rule] = {
         503,
         Then.RETRY,
         "this could not be stored durably and does not count yet; send it again later",
+    ),
+    Code.DAMAGED: Rule(
+        500,
+        Then.STOP,
+        "the coordinator's copy is damaged; its operator restores the file from a backup, or from "
+        "the folder `shards` in the cache of a worker",
     ),
 }
 

@@ -17,8 +17,6 @@ import torch
 
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import FolderInUse, RunError
-from blocktrain.learning.corpus.text import text_hashes
-from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 from blocktrain.protocol.tensors import unpack
@@ -29,7 +27,6 @@ from blocktrain.runs.pull import compose_run
 from blocktrain.runs.reference import TrainingPlan, train_reference
 from blocktrain.watch.feed import EventLog
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
-from blocktrain.worker.task import corpus_folder
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
 
@@ -101,7 +98,8 @@ def _run_jobs(
     token, config = secrets.token_urlsafe(24), plan.config
     with serve_coordinator(coordinator, Listen(token=token)) as url:
         cache = plan.run.folder / "state"
-        options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps)
+        text = plan.corpus().folder
+        options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps, text)
         frozen = coordinator.run.options.frozen
         for number in range(1, config.blocks + 1 - len(frozen)):
             jobs.append(Job(f"worker-{number}", work, (options,)))
@@ -142,18 +140,11 @@ def _coordinator(plan: TrainingPlan) -> Iterator[WatchedCoordinator]:
             )
         shutil.rmtree(state / "prepared", ignore_errors=True)
         corpus = coordinator.manifest().corpus
-        if text_hashes(plan.corpus(), tokenizer_of(plan.config)) != (
-            corpus.train.sha256,
-            corpus.valid.sha256,
-        ):
+        if plan.corpus().index.hash != corpus.index.sha256:
             raise RunError(
                 f"{plan.source.spec} is not the text that this run began with: restore that text, "
                 "or start a new run"
             )
-        folder = corpus_folder(state, corpus)
-        folder.mkdir(parents=True, exist_ok=True)
-        for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
-            coordinator.export_blob(blob.sha256, folder / name)
         yield coordinator
     finally:
         coordinator.close()

@@ -32,6 +32,7 @@ class LocalWorker:
     device: str
     threads: int
     steps: int  # of each block
+    corpus: Path  # the prepared one, which is read where it is
 
 
 def work(channel: Channel, options: LocalWorker) -> None:
@@ -41,7 +42,15 @@ def work(channel: Channel, options: LocalWorker) -> None:
     machine = Machine(str(pick_device(options.device)))
     reporter = ChannelReporter(channel, options.steps)
     with own_identity(options.cache) as identity:
-        worker = Worker(client, options.cache, identity, machine, reporter.emit, shared=True)
+        worker = Worker(
+            client,
+            options.cache,
+            identity,
+            machine,
+            reporter.emit,
+            shared=True,
+            corpus=options.corpus,
+        )
         worker.run(
             lambda: channel.should_stop or reporter.coordinator_is_lost, lambda: reporter.done
         )

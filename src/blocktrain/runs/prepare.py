@@ -1,4 +1,4 @@
-"""What a run begins with, as files: version 0 of every block and the two parts of the corpus.
+"""What a run begins with, as files: version 0 of every block, the corpus and its tokenizer.
 
 Making them needs torch. It is imported late, so that a coordinator can have them made in another
 process without loading torch itself.
@@ -6,39 +6,66 @@ process without loading torch itself.
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blocktrain.config import Config, Origin
+from blocktrain.config import Config, Origin, make_config
+from blocktrain.files import write_atomic
 from blocktrain.processes import Channel, Job, run_jobs
 
 if TYPE_CHECKING:
     from blocktrain.learning.corpus.source import Source
 
-PIECE = 1 << 22  # bytes
+SETTINGS = "settings.json"
+REPORT_SECONDS = 0.2
+SourceFields = tuple[str, Path | None, Path]
+"""The fields of a `Source`, which cannot be imported without torch."""
+OnShare = Callable[[str, float], None]
+"""What is being done, and how much of it is."""
 
 
-def prepare(config: Config, source: Source, folder: Path, origin: Origin | None = None) -> None:
-    """Write block-N.safetensors, train.txt and valid.txt, and parent.json if there is an origin.
+def prepare(
+    config: Config,
+    source: Source,
+    folder: Path,
+    origin: Origin | None = None,
+    progress: OnShare = lambda *_: None,
+) -> Config:
+    """Write block-N.safetensors, a link `corpus` to the prepared corpus, and tokenizer.json.
 
-    The folder, opened as a corpus, has the same parts as the source.
+    With an origin also parent.json. Gives the settings with the tokenizer that was found or
+    learned; they are a file, too.
     """
     from blocktrain.learning.compose import build_block
-    from blocktrain.learning.corpus.text import write_texts
+    from blocktrain.learning.corpus.source import training_text
     from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import block_weights
+    from blocktrain.learning.vocabulary import resolve
     from blocktrain.protocol.tensors import pack
+    from blocktrain.runs.folder import write_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     _take_over(config, folder, origin)  # which also loads the parent's tokenizer
-    tokenizer = tokenizer_of(config)
-    corpus = source.open(tokenizer)
+    if not config.tokenizer_hash:
+        learned = partial(progress, "tokenizer")
+        config = resolve(config, lambda: training_text(source), source.cache_dir, learned)
+    corpus = source.open(
+        tokenizer_of(config),
+        progress=lambda status: progress("corpus", status.read / max(status.size, 1)),
+    )
     corpus.require(config.context)
-    # Opening train.txt cuts the calibration part off again.
-    write_texts(corpus, tokenizer, folder)
+    (folder / "corpus").unlink(missing_ok=True)
+    (folder / "corpus").symlink_to(corpus.folder.resolve())
+    write_tokenizer(folder, config)
+    write_atomic(folder / SETTINGS, config.model_dump_json().encode())
     for index in range(1, config.blocks + 1):
         if not (path := folder / f"block-{index}.safetensors").exists():
             path.write_bytes(pack(block_weights(build_block(config, index))))
+    return config
 
 
 def _take_over(config: Config, folder: Path, origin: Origin | None) -> None:
@@ -61,29 +88,34 @@ def _take_over(config: Config, folder: Path, origin: Origin | None) -> None:
 
 def prepare_in_process(
     config: Config,
-    data: str,
-    data_dir: Path | None,
-    cache_dir: Path,
+    place: SourceFields,
     folder: Path,
     origin: Origin | None = None,
-) -> None:
-    """`prepare` in a process of its own; `data`, `data_dir` and `cache_dir` as in `Source`."""
-    job = Job("prepare", _work, (config, data, data_dir, cache_dir, folder, origin))
-    run_jobs([job], 1, lambda *_: None)
+    progress: OnShare = lambda *_: None,
+) -> Config:
+    """`prepare` in a process of its own."""
+
+    def on_message(_: str, message: dict[str, Any]) -> None:
+        progress(message["what"], message["share"])
+
+    run_jobs([Job("prepare", _work, (config, place, folder, origin))], 1, on_message)
+    return make_config(json.loads((folder / SETTINGS).read_bytes()))
 
 
 def _work(
-    _: Channel,
-    config: Config,
-    data: str,
-    data_dir: Path | None,
-    cache_dir: Path,
-    folder: Path,
-    origin: Origin | None,
+    channel: Channel, config: Config, place: SourceFields, folder: Path, origin: Origin | None
 ) -> None:
     from blocktrain.learning.corpus.source import Source
 
-    prepare(config, Source(data, data_dir, cache_dir), folder, origin)
+    last = 0.0
+
+    def report(what: str, share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > REPORT_SECONDS:
+            last = time.monotonic()
+            channel.send(what=what, share=share)
+
+    prepare(config, Source(*place), folder, origin, report)
 
 
 class ContinuedRun(NamedTuple):

@@ -17,16 +17,21 @@ from blocktrain.config import Config, make_config
 from blocktrain.errors import Damaged, RunError
 from blocktrain.files import write_atomic
 from blocktrain.learning.compose import build_block, composition_of
-from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
+from blocktrain.learning.corpus.tokenize import INDEX
+from blocktrain.learning.corpus.writer import shard_path
 from blocktrain.learning.model import Block
+from blocktrain.learning.shards import LARGEST_INDEX, read_index
 from blocktrain.learning.threads import limited_threads
-from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.tokenizer import LARGEST_JSON, load_tokenizer
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, VersionBody, read_body, require_chain
 from blocktrain.protocol.messages import (
+    Blob,
     BlockVersion,
+    CorpusBlobs,
     Manifest,
     Message,
     RunId,
@@ -34,9 +39,18 @@ from blocktrain.protocol.messages import (
     write,
 )
 from blocktrain.protocol.tensors import Tensors, unpack
-from blocktrain.runs.folder import RunFolder, create_run, file_sha256, load_block, open_run, publish
+from blocktrain.protocol.transfer import sha256
+from blocktrain.runs.folder import (
+    TOKENIZER,
+    RunFolder,
+    create_run,
+    file_sha256,
+    load_block,
+    open_run,
+    publish,
+)
 from blocktrain.runs.results import fit_and_seal
-from blocktrain.web.client import fetch
+from blocktrain.web.client import fetch, fetch_bytes
 
 RECORD = "pull.json"
 
@@ -99,10 +113,10 @@ def pull(
         )
     model = choose_versions(client, manifest, config)
     data = str((out / "corpus").resolve())
+    if (tokenizer := manifest.corpus.tokenizer) is not None:
+        load_tokenizer(_fetch_once(client, tokenizer, out / TOKENIZER, LARGEST_JSON))
     run, record = _open_folder(out, manifest.run, config, data)
-    for part in ("train", "valid"):
-        progress(f"corpus: {part}")
-        fetch(client, getattr(manifest.corpus, part), out / "corpus" / f"{part}.txt")
+    corpus = _fetch_corpus(client, manifest.corpus, out / "corpus", progress)
 
     def fetch_weights(pin: BlockVersion) -> Tensors:
         progress(f"block {pin.block}: version {pin.version}")
@@ -117,12 +131,31 @@ def pull(
         for index, pin in model.versions.items()
     }
     progress("pool weights")
-    corpus = Source(data, None, out / "state").open(tokenizer_of(config))
     with limited_threads():
         fit_and_seal(run, config, data, corpus.calibration)
     record = PullRecord(run=manifest.run, head=manifest.head, blocks=blocks)
     write_atomic(out / RECORD, write(record))
     return model
+
+
+def _fetch_corpus(
+    client: Calls, corpus: CorpusBlobs, folder: Path, progress: Callable[[str], None]
+) -> TokenCorpus:
+    """The parts of the corpus that no block trains on: a model is evaluated with them."""
+    content = _fetch_once(client, corpus.index, folder / INDEX, LARGEST_INDEX)
+    index = read_index(content)
+    for shard in dict.fromkeys((*index.calibration, *index.valid)):
+        progress(f"corpus: shard {shard.sha256[:12]}")
+        blob = Blob(sha256=shard.sha256, length=index.file_bytes(shard))
+        fetch(client, blob, shard_path(folder, shard))
+    write_atomic(folder / INDEX, content)
+    return TokenCorpus(index, folder)
+
+
+def _fetch_once(client: Calls, blob: Blob, path: Path, limit: int) -> bytes:
+    """The bytes of a small blob: those of an earlier pull, if they are the same."""
+    content = path.read_bytes() if path.is_file() else b""
+    return content if sha256(content) == blob.sha256 else fetch_bytes(client, blob, limit)
 
 
 def _open_folder(out: Path, run_id: str, config: Config, data: str) -> tuple[RunFolder, PullRecord]:

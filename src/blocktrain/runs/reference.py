@@ -69,7 +69,7 @@ def train_reference(channel: Channel, plan: TrainingPlan) -> None:
     last_report = last_save = time.monotonic()
     losses: list[float] = []
     meter = SpeedMeter(trainer)
-    batches = plan.corpus().batches(plan.config, trainer.own_stream)
+    batches = plan.corpus().batches(plan.config, trainer.index)
     for step, loss in trainer.run(batches, plan.config.steps):
         losses.append(loss)
         now, speed = time.monotonic(), meter.after_step()

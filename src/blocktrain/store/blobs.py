@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,26 +27,33 @@ _RESTORE = "restore it from a backup or a worker"
 
 
 class FolderBlobReader:
-    """Files ab/cd/abcd... below a folder. See `contract.BlobReader`."""
+    """Files ab/cd/abcd... below a folder, and linked ones. See `contract.BlobReader`."""
 
     def __init__(self, folder: Path) -> None:
         self._names = folder / "blobs"
+        # All in one folder, which is made durable once: there are many of them, and all at once.
+        self._linked = self._names / "linked"
 
     def _path(self, name: str) -> Path:
         return self._names / require_blob_name(name)[:2] / name[2:4] / name
 
+    def _find(self, name: str) -> Path:
+        """Where a blob is. If it is nowhere, where it would be."""
+        linked, path = self._linked / require_blob_name(name), self._path(name)
+        return linked if linked.is_file() and not path.is_file() else path
+
     def has(self, name: str) -> bool:
-        return self._path(name).is_file()
+        return self._find(name).is_file()
 
     def size(self, name: str) -> int:
         try:
-            return self._path(name).stat().st_size
+            return self._find(name).stat().st_size
         except OSError:
             raise Damaged(f"the blob {name} is missing; {_RESTORE}") from None
 
     def read(self, name: str) -> bytes:
         try:
-            content = self._path(name).read_bytes()
+            content = self._find(name).read_bytes()
         except OSError as error:
             raise _unreadable(name, error) from None
         if sha256(content) != name:
@@ -55,7 +62,7 @@ class FolderBlobReader:
 
     def pieces(self, name: str, start: int = 0) -> Iterator[bytes]:
         try:
-            with self._path(name).open("rb") as file:
+            with self._find(name).open("rb") as file:
                 file.seek(start)
                 while piece := file.read(PIECE):
                     yield piece
@@ -70,14 +77,13 @@ class FolderBlobReader:
             raise Damaged(f"the blob {name} is damaged on disk; {_RESTORE}")
 
     def names(self) -> Iterator[str]:
-        return (
-            path.name for path in sorted(self._names.glob("??/??/*")) if is_blob_name(path.name)
-        )
+        paths = (*self._names.glob("??/??/*"), *self._linked.glob("*"))
+        return iter(sorted({path.name for path in paths if is_blob_name(path.name)}))
 
     def export(self, name: str, target: Path) -> None:
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            _link(self._path(name), partial)
+            _link(self._find(name), partial)
             partial.replace(target)
         except FileNotFoundError as error:
             raise _unreadable(name, error) from None
@@ -153,6 +159,31 @@ class FolderBlobs(FolderBlobReader):
                 partial.unlink(missing_ok=True)
         return name
 
+    def link(self, files: Mapping[str, Path]) -> None:
+        try:
+            self._linked.mkdir(exist_ok=True)
+            for name, path in files.items():
+                self._link_file(path, self._linked / require_blob_name(name))
+            sync_folder(self._linked)
+            sync_folder(self._names)
+        except OSError as error:
+            self._fail(f"take over the files of the corpus ({error.filename})", error)
+
+    def _link_file(self, path: Path, target: Path) -> None:
+        if target.is_file() and target.stat().st_size == path.stat().st_size:
+            return  # of an earlier start
+        partial = self._partial / target.name
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(path.resolve(), partial)
+        except FileNotFoundError:
+            raise
+        except OSError:  # another disk, or one without links
+            shutil.copyfile(path, partial)
+            with partial.open("rb") as copied:
+                os.fsync(copied.fileno())
+        partial.replace(target)
+
     def _make_folders(self, folder: Path) -> None:
         for part in (folder.parent, folder):
             name = part.relative_to(self._names).as_posix()
@@ -164,6 +195,7 @@ class FolderBlobs(FolderBlobReader):
 
     def delete(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)
+        (self._linked / name).unlink(missing_ok=True)
 
     def put_chunk(self, task: int, fence: int, index: int, content: bytes) -> str:
         name = sha256(content)

@@ -20,6 +20,7 @@ from blocktrain.errors import Conflict
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.ledger import BEGINNING, EntryKind, LedgerEntry, entry_hash
 from blocktrain.protocol.messages import update_id
+from blocktrain.protocol.positions import Ranges, add_range
 
 PIECE = 1 << 20  # bytes that are read from a blob at a time
 KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
@@ -87,6 +88,7 @@ class LeaseRecord:
     worker: str
     steps: int
     start_step: int
+    position: int  # the first batch that it reads
     age: float  # seconds since it was granted
     remaining: float  # seconds until it expires
     expected: float  # seconds that it should take
@@ -181,6 +183,7 @@ class StoredRun:
     pending: tuple[UpdateRecord, ...]  # accepted, not merged yet
     task_seconds: Mapping[int, tuple[float, ...]]  # by block: of its last accepted tasks
     next_numbers: Mapping[int, int]  # by block: the number of its next task
+    read: Mapping[int, Ranges]  # by block: the batches of its accepted updates
     next_task: int
 
 
@@ -219,6 +222,13 @@ class Blobs(BlobReader, Protocol):
 
     def put_stream(self, pieces: Iterable[bytes], name: str) -> str:
         """Store bytes that come in pieces. A Conflict, if they do not hash to the name."""
+
+    def link(self, files: Mapping[str, Path]) -> None:
+        """Take files over as the blobs of these names, without a copy where that is possible.
+
+        They are not hashed here, because that takes long: `verify` and the receivers do that. So
+        they must be files that nothing changes any more.
+        """
 
     def delete(self, name: str) -> None:
         """Remove a blob that nothing refers to."""
@@ -376,6 +386,14 @@ def require_settled(
             f"version {version.version} of block {version.block} must settle exactly "
             "the updates that wait for it"
         )
+
+
+def join_spans(spans: Iterable[tuple[int, int, int]]) -> dict[int, Ranges]:
+    """The batches that each block has read, from (block, position, steps) of its updates."""
+    read: dict[int, Ranges] = {}
+    for block, position, steps in spans:
+        read[block] = add_range(read.get(block, ()), position, position + steps)
+    return read
 
 
 def is_blob_name(name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from blocktrain.store.contract import (
     UpdateRecord,
     VersionRecord,
     WorkerRecord,
+    join_spans,
     link_entry,
     require_blob_name,
     require_chunks,
@@ -78,16 +79,22 @@ class MemoryBlobs:
         return require_blob_name(name) in self._blobs
 
     def size(self, name: str) -> int:
-        return len(self.read(name))
+        return len(self._get(name))
 
     def read(self, name: str) -> bytes:
+        content = self._get(name)
+        if sha256(content) != name:
+            raise Damaged(f"the blob {name} is damaged")
+        return content
+
+    def _get(self, name: str) -> bytes:
         content = self._blobs.get(require_blob_name(name))
         if content is None:
             raise Damaged(f"the blob {name} cannot be read: it is not there")
         return content
 
     def pieces(self, name: str, start: int = 0) -> Iterator[bytes]:
-        content = self.read(name)
+        content = self._get(name)
         return (content[at : at + PIECE] for at in range(start, len(content), PIECE))
 
     def verify(self, name: str) -> None:
@@ -108,6 +115,10 @@ class MemoryBlobs:
             raise Conflict(f"the bytes hash to {sha256(content)}, not to {name}: send them again")
         self._blobs[name] = content
         return name
+
+    def link(self, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            self._blobs[require_blob_name(name)] = path.read_bytes()
 
     def delete(self, name: str) -> None:
         self._blobs.pop(require_blob_name(name), None)
@@ -300,8 +311,15 @@ class MemoryStore:
                 pending=tuple(u for block in blocks for u in disk.pending(block)),
                 task_seconds={block: self._times(block, kept_times) for block in blocks},
                 next_numbers=numbers,
+                read=join_spans(self._spans()),
                 next_task=max(tasks, default=0) + 1,
             )
+
+    def _spans(self) -> Iterator[tuple[int, int, int]]:
+        for answer in self._disk.answers.values():
+            if answer.update.accepted:
+                task = self._disk.over[answer.update.task]
+                yield task.block, task.position, answer.update.steps
 
     def _times(self, block: int, count: int) -> tuple[float, ...]:
         updates = (answer.update for answer in self._disk.answers.values())

@@ -25,7 +25,7 @@ from sqlalchemy.engine import Connection
 
 from blocktrain.store.contract import UpdateRecord, VersionRecord
 
-SCHEMA = 1
+SCHEMA = 2
 metadata = sa.MetaData()
 
 meta = Table(  # one row
@@ -86,6 +86,7 @@ tasks = Table(
     Column("worker", String(64), nullable=False),
     Column("steps", Integer, nullable=False),
     Column("start_step", Integer, nullable=False),
+    Column("position", Integer, nullable=False),
     Column("age", Float, nullable=False),
     Column("remaining", Float, nullable=False),
     Column("expected", Float, nullable=False),

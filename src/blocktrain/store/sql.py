@@ -42,6 +42,7 @@ from blocktrain.store.contract import (
     UpdateRecord,
     VersionRecord,
     WorkerRecord,
+    join_spans,
     link_entry,
     require_link,
     require_settled,
@@ -181,7 +182,8 @@ class SqlStore:
         if row.schema != schema.SCHEMA:
             raise RunError(
                 f"{self._folder} was written by another BlockTrain "
-                f"(schema {row.schema}, this one reads {schema.SCHEMA})"
+                f"(schema {row.schema}, this one reads {schema.SCHEMA}): continue the run with the "
+                "version that it began with, or start a new one in another folder"
             )
         if run_id is not None and run_id != row.run_id:
             raise RunError(
@@ -370,6 +372,9 @@ class SqlStore:
             numbers = {block: number + 1 for block, number in db.execute(highest)}
             blocks = list(db.execute(sa.select(v.block).distinct().order_by(v.block)).scalars())
             newest = [_read_version(db, block, None) for block in blocks]
+            batches = (t.block, t.position, schema.updates.c.steps)
+            accepted = (schema.updates.c.task == t.task, schema.updates.c.accepted == 1)
+            spans = db.execute(sa.select(*batches).where(*accepted).order_by(t.block, t.position))
             out = sa.select(schema.tasks).where(t.status.in_(("open", "expired"))).order_by(t.task)
             last = db.execute(sa.select(sa.func.max(t.task))).scalar_one() or 0
             rounds = db.execute(sa.select(schema.rounds).order_by(schema.rounds.c.block))
@@ -381,6 +386,7 @@ class SqlStore:
                 pending=tuple(u for block in blocks for u in _read_pending(db, block)),
                 task_seconds={block: _read_times(db, block, kept_times) for block in blocks},
                 next_numbers=numbers,
+                read=join_spans((block, first, steps) for block, first, steps in spans),
                 next_task=last + 1,
             )
 

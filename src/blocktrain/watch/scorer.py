@@ -21,16 +21,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError
 from blocktrain.learning.compose import Model, Predictors, build_block, composition_of
-from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, cross_entropies_of_rows, spread_rows
 from blocktrain.learning.model import Block
 from blocktrain.learning.pool import fit_pool_weights
+from blocktrain.learning.shards import Shard, read_index
 from blocktrain.learning.threads import use_threads
-from blocktrain.learning.tokenizer import Ids, tokenizer_of
+from blocktrain.learning.tokenizer import Ids, load_tokenizer
 from blocktrain.learning.train import put_weights
 from blocktrain.protocol.tensors import unpack
 from blocktrain.store.contract import BlobReader
@@ -64,7 +66,9 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         config = make_config({**request["config"], "device": "cpu"})
         blobs = read_blobs(request["store"])
-        corpus = _corpus(config, blobs, request["train"], request["valid"])
+        if request["tokenizer"] is not None:
+            load_tokenizer(blobs.read(request["tokenizer"]))
+        corpus = StoredCorpus(blobs, request["index"])
         scores, count = score(
             config,
             blobs,
@@ -124,15 +128,22 @@ def _model(config: Config, blobs: BlobReader, names: Names) -> Model:
     return composition.assemble(config, blocks)
 
 
-def _corpus(config: Config, blobs: BlobReader, train: str, valid: str) -> TokenCorpus:
-    """The blobs as the two files of a corpus. They stay mapped after their names are gone."""
-    with tempfile.TemporaryDirectory(prefix="blocktrain-score-") as folder:
-        blobs.export(train, Path(folder) / "train.txt")
-        blobs.export(valid, Path(folder) / "valid.txt")
-        corpus = Source(folder, None, Path(folder) / "cache").open(tokenizer_of(config))
-        for shard in (*corpus.index.calibration, *corpus.index.valid):
-            corpus.open(shard)
-        return corpus
+class StoredCorpus(TokenCorpus):
+    """A corpus whose shards are blobs. They stay mapped after their names in a folder are gone."""
+
+    def __init__(self, blobs: BlobReader, index: str) -> None:
+        super().__init__(read_index(blobs.read(index)), Path())
+        self._blobs = blobs
+        self._maps: dict[str, Ids] = {}
+
+    def open(self, shard: Shard) -> Ids:
+        if shard.sha256 not in self._maps:
+            with tempfile.TemporaryDirectory(prefix="blocktrain-score-") as folder:
+                path = Path(folder) / shard.sha256
+                self._blobs.verify(shard.sha256)
+                self._blobs.export(shard.sha256, path)
+                self._maps[shard.sha256] = np.memmap(path, self.index.dtype, "r")
+        return self._maps[shard.sha256]
 
 
 def sample_cross_entropies(

@@ -118,6 +118,7 @@ class ScoringThread:
         run = self._coordinator.run
         newest = run.newest_versions()
         features = run.features_of(run.config.fusion) if run.config.fusion else ()
+        tokenizer = run.facts.corpus.tokenizer
         bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {
             "versions": {str(version.block): version.version for version in newest},
@@ -130,8 +131,8 @@ class ScoringThread:
             "ask": {
                 "store": run.store.address,
                 "config": dict(run.facts.config),
-                "train": run.facts.corpus.train.sha256,
-                "valid": run.facts.corpus.valid.sha256,
+                "index": run.facts.corpus.index.sha256,
+                "tokenizer": tokenizer.sha256 if tokenizer else None,
                 "bytes": self._bytes,
                 "newest": {str(version.block): version.weights.sha256 for version in newest},
                 "features": {str(pin.block): pin.weights.sha256 for pin in features},

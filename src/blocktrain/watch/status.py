@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any, Literal
 
 from blocktrain.coordinator.rounds import decide_round, is_alive, round_length, target_replicas
-from blocktrain.coordinator.run import NO_TRAFFIC, TrainingRun, UpdateCounts
+from blocktrain.coordinator.run import TrainingRun, UpdateCounts
 from blocktrain.coordinator.state import Lease, RunState, WorkerState, remaining
+from blocktrain.coordinator.traffic import NO_TRAFFIC
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
 from blocktrain.protocol.status import MAX_WORKERS, BlockStatus, RoundStatus, Status, WorkerStatus

@@ -21,7 +21,7 @@ from typing import TypeVar
 import httpx2
 from pydantic import ValidationError
 
-from blocktrain.errors import BlockTrainError, Unreachable
+from blocktrain.errors import BlockTrainError, Damaged, Unreachable, WrongBytes
 from blocktrain.files import sync_folder
 from blocktrain.protocol import calls
 from blocktrain.protocol.calls import Call, Calls
@@ -254,6 +254,23 @@ def _refusal(response: httpx2.Response) -> BlockTrainError:
     return Refused(refusal.code, sentence=refusal.sentence)
 
 
+def fetch_bytes(client: Calls, blob: Blob, limit: int) -> bytes:
+    """A small blob, after its hash has been checked."""
+    if blob.length > limit:
+        raise Damaged(f"blob {blob.sha256[:12]}... has {blob.length} bytes, {limit} are allowed")
+    content = bytearray()
+    for piece in client.blob(blob.sha256):
+        content += piece
+        if len(content) > blob.length:
+            break
+    if sha256(bytes(content)) != blob.sha256:
+        raise Damaged(
+            f"blob {blob.sha256} arrives with other bytes than its name says; it is damaged at "
+            "the coordinator: its operator restores it from a backup"
+        )
+    return bytes(content)
+
+
 def fetch(
     client: Calls,
     blob: Blob,
@@ -284,7 +301,7 @@ def fetch(
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != blob.sha256:
         partial.unlink()
-        raise Unreachable(
+        raise WrongBytes(
             f"blob {blob.sha256[:12]}... arrived with wrong bytes; it is fetched again"
         )
     partial.replace(target)

@@ -31,6 +31,7 @@ from blocktrain.units import parse_bytes
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker, WorkSummary
 from blocktrain.worker.session import EventHandler
+from blocktrain.worker.shards import CACHE_LIMIT
 from blocktrain.worker.state import own_identity
 
 REPORT_SECONDS = 0.5
@@ -51,6 +52,7 @@ class WorkerOptions:
     cache: Path
     ca: Path | None = None
     json: bool = False
+    cache_limit: str = ""  # such as 20GB; empty: the default
 
 
 def run_worker(options: WorkerOptions) -> int:
@@ -65,7 +67,8 @@ def machine_of(options: WorkerOptions, workers: int = 1) -> Machine:
     """What a worker has; `workers` share the device."""
     device = str(pick_device(options.device))
     memory = parse_bytes(options.memory) if options.memory else device_memory(device) // workers
-    return Machine(device, memory, as_name(options.name or platform.node()))
+    limit = parse_bytes(options.cache_limit) if options.cache_limit else CACHE_LIMIT
+    return Machine(device, memory, as_name(options.name or platform.node()), limit)
 
 
 def work_on(

@@ -15,7 +15,7 @@ from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.footprint import worker_memory
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
-from blocktrain.learning.tokenizer import tokenizer_of
+from blocktrain.learning.shards import Batches, CorpusIndex, SequenceOrder, batches, order_of
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.identity import Identity, new_nonce
@@ -29,6 +29,13 @@ from blocktrain.worker.session import (
     WorkerSession,
     pause,
 )
+from blocktrain.worker.shards import (
+    CACHE_LIMIT,
+    CachedShards,
+    PreparedShards,
+    ShardCache,
+    ShardReader,
+)
 from blocktrain.worker.speed import SpeedMeter
 from blocktrain.worker.state import BlockFolder, PendingUpdate, TrainingState, WorkerCache
 from blocktrain.worker.task import BlockTraining, Downloads, open_training
@@ -37,16 +44,18 @@ from blocktrain.worker.task import BlockTraining, Downloads, open_training
 # training time, and at least so many seconds.
 ANSWER_SHARE, ANSWER_SECONDS = 0.1, 0.2
 REJOIN_SECONDS = 1.0
+LIKELY_SHARDS = 2  # that are fetched beyond those of a task
 SHARED_POLL = 0.3  # seconds: the coordinator is on the same machine
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a worker tells the coordinator about itself."""
+    """What a worker may use. The coordinator is told all but the last."""
 
     device: str = "cpu"
     memory: int = 0  # bytes that training may use; 0: no limit
     name: str = ""
+    cache_limit: int = CACHE_LIMIT  # bytes of shards that may be on its disk
 
 
 @dataclass
@@ -62,7 +71,10 @@ class WorkSummary:
 
 
 class Worker:
-    """One worker of one coordinator; `shared` as in WorkerCache."""
+    """One worker of one coordinator; `shared` as in WorkerCache.
+
+    With the folder of the prepared corpus on the same machine, no shard is fetched.
+    """
 
     def __init__(
         self,
@@ -73,12 +85,16 @@ class Worker:
         emit: EventHandler,
         *,
         shared: bool = False,
+        corpus: Path | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._session = WorkerSession(client, identity, emit, self._clock)
         self._emit, self._machine, self._id = emit, machine, identity.worker
         self._cache = WorkerCache(cache, identity.worker, shared=shared)
+        self._prepared = corpus
+        self._close_shards: Callable[[], None] = lambda: None
+        self._orders: dict[int, SequenceOrder] = {}  # by block
         self.summary = WorkSummary()
         self._speed = 0.0
         self._training: BlockTraining | None = None
@@ -124,6 +140,7 @@ class Worker:
         if self._upload is not None:
             self._upload.cancel()
         self._training, self._upload = None, None
+        self._close_shards()
 
     # Joining
 
@@ -165,9 +182,18 @@ class Worker:
             blocks=self.config.blocks,
             corpus=reply.corpus.name,
         )
-        self.corpus: TokenCorpus = self._downloads.corpus(reply.corpus, tokenizer_of(self.config))
-        self.corpus.require(self.config.context)
+        self.corpus: CorpusIndex = self._downloads.index(reply.corpus)
+        self._orders = {}
+        self._shards: ShardReader = self._open_shards()
+        self._close_shards = self._shards.close
         return reply
+
+    def _open_shards(self) -> ShardReader:
+        if self._prepared is not None:
+            return PreparedShards(TokenCorpus(self.corpus, self._prepared))
+        cache = ShardCache(self._cache.cache / "shards", self._machine.cache_limit)
+        fetch = self._downloads.shard
+        return CachedShards(cache, self.corpus, fetch, self._clock, self._stopped)
 
     def _require_memory(self, index: int) -> None:
         needed = worker_memory(self.config, index)
@@ -249,6 +275,7 @@ class Worker:
     def _train(self, task: m.Task, folder: BlockFolder) -> UpdateUpload | None:
         """Train a task and start the upload of its update; None if it was abandoned."""
         order = task.order
+        text = self._read_ahead(order)
         training = self._prepare(order, folder)
         self._emit(
             "task",
@@ -263,8 +290,8 @@ class Worker:
             began -= checkpoint.info.seconds
             losses = training.resume(checkpoint)
         self._training = None  # in the middle of a task the state belongs to no task
-        abandoned = self._run_steps(task, training, folder, began, losses)
-        seconds = max(self._clock.monotonic() - began, 1e-9)
+        abandoned = self._run_steps(task, training, folder, text, (began, losses))
+        seconds = max(self._clock.monotonic() - began - self._shards.waited, 1e-9)
         if not abandoned:
             self._speed = order.steps / seconds
             # Compressing this update needs the residual of the one before.
@@ -280,16 +307,18 @@ class Worker:
         task: m.Task,
         training: BlockTraining,
         folder: BlockFolder,
-        began: float,
-        losses: list[float],
+        text: Batches,
+        so_far: tuple[float, list[float]],
     ) -> str:
-        """All steps of a task, with no network; returns why it was abandoned, if it was."""
-        order = task.order
+        """All steps of a task, with no network; returns why it was abandoned, if it was.
+
+        `so_far`: when it began, and the losses up to now.
+        """
+        order, (began, losses) = task.order, so_far
         end = order.start_step + order.steps
         meter = SpeedMeter(training.trainer)
         with HeartbeatThread(self._session, task) as heartbeat:
-            batches = self.corpus.batches(self.config, order.stream)
-            for step, loss in training.trainer.run(batches, end):
+            for step, loss in training.trainer.run(text, end):
                 losses.append(loss)
                 heartbeat.step, heartbeat.loss = step - order.start_step, loss
                 self._emit(
@@ -379,6 +408,26 @@ class Worker:
         training.begin(order, self._downloads.tensors)
         self._downloads.keep_only([order.weights, *(pin.weights for pin in order.features)])
         return training
+
+    def _read_ahead(self, order: m.Order) -> Batches:
+        """Fetch the text of a task from now on; its batches wait for it if they have to."""
+        if order.block not in self._orders:
+            self._orders[order.block] = order_of(self.corpus, self.config, order.block)
+        sequences, batch = self._orders[order.block], self.config.batch
+
+        def shards(position: int) -> tuple[m.Blob, ...]:
+            named = sequences.shards(position * batch, order.steps * batch)
+            return tuple(
+                m.Blob(sha256=shard.sha256, length=self.corpus.file_bytes(shard)) for shard in named
+            )
+
+        if order.shards != shards(order.position):
+            raise RunError(
+                f"task {order.task} names other shards than its batches are in; "
+                "install the coordinator's version"
+            )
+        self._shards.begin(order.shards, shards(order.position + order.steps)[:LIKELY_SHARDS])
+        return batches(sequences, batch, self._shards.open)
 
     def _settle_shared(self, order: m.Order, folder: BlockFolder) -> None:
         """Settle the pending update of another worker in a shared folder.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blocktrain.config import Config
+from blocktrain.errors import RunError, WrongBytes
 from blocktrain.learning.compose import build_block, independent
-from blocktrain.learning.corpus.source import Source
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import Block
-from blocktrain.learning.tokenizer import Tokenizer
+from blocktrain.learning.shards import LARGEST_INDEX, CorpusIndex, read_index
+from blocktrain.learning.tokenizer import LARGEST_JSON, load_tokenizer
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.processes import return_memory
 from blocktrain.protocol import messages as m
@@ -22,13 +21,8 @@ from blocktrain.protocol.ledger import lineage
 from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.web.client import fetch
-from blocktrain.worker.session import WorkerSession
+from blocktrain.worker.session import RESENDS, WorkerSession
 from blocktrain.worker.state import CheckpointInfo, Provenance, TaskCheckpoint, TrainingState
-
-
-def corpus_folder(cache: Path, corpus: m.CorpusBlobs) -> Path:
-    """Where the two files of a corpus are. Runs with the same corpus share it."""
-    return cache / "corpora" / f"{corpus.train.sha256[:32]}-{corpus.valid.sha256[:32]}"
 
 
 class Downloads:
@@ -40,27 +34,36 @@ class Downloads:
         self._session, self._stopped = session, stopped
         self._cache, self._weights = cache, weights
 
-    def corpus(self, corpus: m.CorpusBlobs, tokenizer: Tokenizer) -> TokenCorpus:
-        """The corpus of a run. Fetched once, also when several workers start together."""
-        folder = corpus_folder(self._cache, corpus)
+    def index(self, corpus: m.CorpusBlobs) -> CorpusIndex:
+        """The index of a run's corpus. Its tokenizer, if it has one, is known from then on."""
+        if corpus.tokenizer is not None:
+            load_tokenizer(self._small(corpus.tokenizer, LARGEST_JSON))
+        return read_index(self._small(corpus.index, LARGEST_INDEX))
+
+    def _small(self, blob: m.Blob, limit: int) -> bytes:
+        """A blob that is kept for all runs of this machine."""
+        if blob.length > limit:
+            raise RunError(f"blob {blob.sha256[:12]}... has {blob.length} bytes; {limit} are read")
+        folder = self._cache / "indexes"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
+        with (folder / "lock").open("w") as lock:  # workers that start together fetch it once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for blob, name in ((corpus.train, "train.txt"), (corpus.valid, "valid.txt")):
-                # An audit could not repeat what is trained on a damaged copy.
-                if not _is_intact(folder / name, blob):
-                    (folder / name).unlink(missing_ok=True)
-                self._fetch(blob, folder / name)
-        return Source(str(folder), None, self._cache).open(tokenizer)
+            return self._read(blob, folder / blob.sha256)
+
+    def shard(self, blob: m.Blob, target: Path) -> Path:
+        """A shard of the corpus as a file."""
+        return self._fetch(blob, target)
 
     def tensors(self, blob: m.Blob) -> Tensors:
         """Weights, after their bytes have been checked against their hash."""
-        path = self._weights / blob.sha256
+        return unpack(self._read(blob, self._weights / blob.sha256))
+
+    def _read(self, blob: m.Blob, path: Path) -> bytes:
         content = self._fetch(blob, path).read_bytes()
         if sha256(content) != blob.sha256:  # damaged on the disk
             path.unlink()
             content = self._fetch(blob, path).read_bytes()
-        return unpack(content)
+        return content
 
     def keep_only(self, needed: Iterable[m.Blob]) -> None:
         """Delete all other weights."""
@@ -73,19 +76,23 @@ class Downloads:
         if target.exists() and target.stat().st_size == blob.length:
             return target
         target.unlink(missing_ok=True)
-        session = self._session
+        session, failures = self._session, 0
+
+        def attempt() -> Path:
+            nonlocal failures
+            try:
+                return fetch(session.client, blob, target, worker=session.identity.worker)
+            except WrongBytes:
+                failures += 1
+                if failures < RESENDS:
+                    raise
+                raise RunError(
+                    f"blob {blob.sha256} arrived {failures} times with other bytes than its name "
+                    "says; ask the coordinator's operator to restore it from a backup"
+                ) from None
+
         session.emit("fetching", sha256=blob.sha256, bytes=blob.length)
-        return session.retries.call(
-            lambda: fetch(session.client, blob, target, worker=session.identity.worker),
-            self._stopped,
-        )
-
-
-def _is_intact(path: Path, blob: m.Blob) -> bool:
-    if not path.exists() or path.stat().st_size != blob.length:
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == blob.sha256
+        return session.retries.call(attempt, self._stopped)
 
 
 @dataclass
@@ -120,7 +127,8 @@ class BlockTraining:
         known = own is not None and own[0] == order.weights.sha256
         self.base = own[1] if own and known else weights(order.weights)
         self.trainer.load_weights(self.base)
-        self.trainer.step, self.trainer.stream = order.start_step, order.stream
+        self.trainer.step = order.start_step
+        self.trainer.shift = order.position - order.start_step
 
     def checkpoint(self, order: m.Order, losses: Sequence[float], seconds: float) -> TaskCheckpoint:
         """The order as far as it has come."""

@@ -231,7 +231,7 @@ def measure_costs(channel: Channel, setup: Setup) -> None:
     for turn in range(COST_STEPS + 1):
         for name, trainer in trainers.items():
             before = trainer.seconds
-            batches = corpus.batches(config, trainer.own_stream)
+            batches = corpus.batches(config, trainer.index)
             for _ in trainer.run(batches, trainer.step + 1):
                 pass
             if turn:  # the first step allocates
@@ -265,7 +265,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     name = "end_to_end" if first else f"{variant}-{block_name(index)}"
     losses: list[float] = []
     version = version_beside(trainer.step, config.steps)
-    batches = setup.corpus().batches(config, trainer.own_stream)
+    batches = setup.corpus().batches(config, trainer.index)
     for step, loss in trainer.run(batches, config.steps):
         losses = [*losses[-99:], loss]
         if (

@@ -84,7 +84,7 @@ def _read_block(channel: Channel, folder: Path, config: Config, source: Source, 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
     use_threads()
     for step, loss in trainer.run(
-        source.open(tokenizer_of(trainer.config)).batches(trainer.config, trainer.own_stream),
+        source.open(tokenizer_of(trainer.config)).batches(trainer.config, trainer.index),
         trainer.config.steps,
     ):
         if step % 10 == 0:

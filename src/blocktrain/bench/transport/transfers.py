@@ -19,11 +19,12 @@ from blocktrain.bench.network.shaper import Link, shape_link
 from blocktrain.bench.transport.coordinator import coordinator_process
 from blocktrain.bench.transport.swarm import join_message, submission, task_request
 from blocktrain.errors import RunError
+from blocktrain.learning.shards import LARGEST_INDEX, read_index
 from blocktrain.protocol import compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.transfer import split
-from blocktrain.web.client import HttpClient, fetch, upload
+from blocktrain.web.client import HttpClient, fetch, fetch_bytes, upload
 
 LINK = Link(rtt_ms=80, mbit=200)
 PIECE = 1 << 20
@@ -122,7 +123,7 @@ class _TransferClient:
             {name: draw.standard_normal(s.shape, dtype=np.float32) for name, s in schema.items()}
         )
         chunks = split(payload, task.chunk_bytes)
-        self.sizes = (len(payload), self._join_reply.corpus.train.length)
+        self.sizes = (len(payload), sum(blob.length for blob in self._shards()))
         began = time.perf_counter()
         upload(self.client, task.task, task.ticket, chunks)
         took = time.perf_counter() - began
@@ -134,10 +135,18 @@ class _TransferClient:
 
     def download(self, target: Path) -> float:
         """Fetch the corpus; bytes a second, in millions."""
-        blob = self._join_reply.corpus.train
+        shards = self._shards()
         began = time.perf_counter()
-        fetch(self.client, blob, target)
-        return blob.length / (time.perf_counter() - began) / 1e6
+        for blob in shards:
+            fetch(self.client, blob, target / blob.sha256)
+        return sum(blob.length for blob in shards) / (time.perf_counter() - began) / 1e6
+
+    def _shards(self) -> list[m.Blob]:
+        index = read_index(fetch_bytes(self.client, self._join_reply.corpus.index, LARGEST_INDEX))
+        return [
+            m.Blob(sha256=shard.sha256, length=index.file_bytes(shard))
+            for shard in dict.fromkeys(index.shards)
+        ]
 
     def _task(self) -> m.Task:
         todo = self._join_reply.next

@@ -15,9 +15,9 @@ from blocktrain.learning.corpus.writer import byte_lengths, open_ids, shard_path
 from blocktrain.learning.shards import (
     Batches,
     CorpusIndex,
-    SequenceOrder,
     Shard,
     batches,
+    order_of,
     read_index,
 )
 from blocktrain.learning.tokenizer import Ids, Tokenizer
@@ -107,10 +107,9 @@ class TokenCorpus:
             "sources": len(sources),
         }
 
-    def batches(self, config: Config, block: int, shift: int = 0) -> Batches:
-        """Step -> batch, in the order of a block that begins `shift` batches later."""
-        order = SequenceOrder(self.index, config.context, config.seed, block)
-        return batches(order, config.batch, self.open, shift)
+    def batches(self, config: Config, block: int) -> Batches:
+        """In the order of a block."""
+        return batches(order_of(self.index, config, block), config.batch, self.open)
 
     def limit_valid(self, size: int | None, tokenizer: Tokenizer) -> TokenCorpus:
         """This corpus with a valid part of at most `size` bytes; None keeps all of it."""

@@ -30,7 +30,7 @@ CLOCK_WARNS, CLOCK_FAILS = 60.0, 300.0  # seconds
 LITTLE_SPACE = 10**9  # bytes, for a run that is not known
 SLOW_ANSWER = 2.0  # seconds of a round trip
 SLOWEST = 16 << 10  # bytes a second: the coordinator hangs up on slower readers
-LONG_FETCH = 600.0  # seconds for the corpus
+LONG_FETCH = 120.0  # seconds for a shard of the corpus
 ENOUGH_TO_TIME = 1 << 18  # bytes
 SOON = 7  # days
 AS_PRINTED = "use the address of the join command that the coordinator printed"
@@ -496,8 +496,8 @@ def judge_round_trip(times: list[float]) -> CheckResult:
     return CheckResult("round_trip", "ok", finding)
 
 
-def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
-    """How fast bytes come, and how long the corpus takes."""
+def judge_download(received: int, seconds: float, shard: int) -> CheckResult:
+    """How fast bytes come, and how long a shard of the corpus takes."""
     if received < ENOUGH_TO_TIME and seconds < 1:
         return CheckResult(
             "download",
@@ -505,9 +505,7 @@ def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
             f"{amount(received)} in {seconds * 1000:.0f} ms: too few bytes to tell a rate",
         )
     rate = received / max(seconds, 1e-9)
-    finding = (
-        f"{amount(rate)}/s; the corpus of {amount(corpus)} takes {_span(corpus / max(rate, 1))}"
-    )
+    finding = f"{amount(rate)}/s; a shard of {amount(shard)} takes {_span(shard / max(rate, 1))}"
     if rate < SLOWEST:
         return CheckResult(
             "download",
@@ -515,12 +513,12 @@ def judge_download(received: int, seconds: float, corpus: int) -> CheckResult:
             finding,
             f"use a faster connection: below {amount(SLOWEST)}/s the coordinator hangs up",
         )
-    if corpus / rate > LONG_FETCH:
+    if shard / rate > LONG_FETCH:
         return CheckResult(
             "download",
             "warning",
             finding,
-            "only the first start takes that long: afterwards the corpus is in the cache",
+            "tasks may wait for their text: use a faster connection",
         )
     return CheckResult("download", "ok", finding)
 

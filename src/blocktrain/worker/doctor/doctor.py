@@ -22,10 +22,13 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.config import Config, make_config
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.footprint import worker_memory
+from blocktrain.learning.shards import CorpusIndex, read_index, same_tokens
+from blocktrain.learning.tokenizer import load_tokenizer, tokenizer_of
 from blocktrain.protocol.identity import verify
-from blocktrain.protocol.messages import MAX_REPLY, PROTOCOL, Manifest, read
+from blocktrain.protocol.messages import MAX_REPLY, PROTOCOL, Blob, Manifest, read
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.status import Status
+from blocktrain.protocol.transfer import sha256
 from blocktrain.terminal import amount, console
 from blocktrain.units import parse_bytes
 from blocktrain.worker.doctor import diagnosis, probes
@@ -35,6 +38,7 @@ LOADING = 120.0  # seconds for python and torch: a cold disk or a busy machine m
 LIMIT = 20.0  # seconds for all the rest
 # Files of the size of a block's weights: moments and residual twice, the weights and the update.
 STATE_FILES = 8
+SHARDS = 4  # of the corpus that are there at once, if the cache may not grow
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 _INSTALL = "install the coordinator's version of blocktrain here"
 
@@ -69,6 +73,7 @@ class _Checklist:
         self.answer: HttpAnswer | None = None  # to GET /v1/run
         self.manifest: Manifest | None = None
         self.config: Config | None = None
+        self._known_index: CorpusIndex | None = None
 
     def checks(self) -> dict[str, Callable[[], CheckResult]]:
         """Every check by its name, in order."""
@@ -200,15 +205,9 @@ class _Checklist:
         needed = 0
         if self.manifest is not None:
             weights = [block.weights.length for block in self.manifest.blocks]
-            corpus = (self.manifest.corpus.train, self.manifest.corpus.valid)
-            cached = self.results["torch"].good and len(
-                probes.cached_corpus(folder, self.manifest.corpus)
-            ) == len(corpus)
-            needed = (
-                sum(weights)
-                + STATE_FILES * max(weights)
-                + (0 if cached else sum(blob.length for blob in corpus))
-            )
+            needed = sum(weights) + STATE_FILES * max(weights)
+        if (index := self._known_index) is not None:
+            needed += SHARDS * max(index.file_bytes(shard) for shard in index.shards)
         return diagnosis.judge_disk(folder, free, needed)
 
     # The connection
@@ -387,13 +386,12 @@ class _Checklist:
 
     def download(self) -> CheckResult:
         """How fast large ones are."""
-        corpus = self._manifest().corpus
+        index = self._index()
+        shard = index.sources[0].shards[0]
         received, seconds = self._require_connection("coordinator").download(
-            corpus.train.sha256, corpus.train.length
+            shard.sha256, index.file_bytes(shard)
         )
-        return diagnosis.judge_download(
-            received, seconds, corpus.train.length + corpus.valid.length
-        )
+        return diagnosis.judge_download(received, seconds, index.file_bytes(shard))
 
     def upload(self) -> CheckResult:
         """Not measured."""
@@ -402,38 +400,59 @@ class _Checklist:
     # The run on this machine
 
     def corpus(self) -> CheckResult:
-        """The copy in the cache, if there is one, is the run's."""
-        corpus = self._manifest().corpus
-        self._require("torch")
-        copies = probes.cached_corpus(self.options.cache, corpus)
-        what = f"{corpus.name}, {amount(corpus.train.length + corpus.valid.length)}"
-        if damaged := [
-            str(path) for path, digest in copies.items() if probes.hash_of_file(path) != digest
-        ]:
-            problem = (
-                f"{what}: the copy in the cache is damaged, "
-                f"{' and '.join(damaged)} has another hash than the run's"
-            )
+        """The index is the run's, and so is a shard in the cache, if there is one."""
+        index = self._index()
+        shards = list(dict.fromkeys(index.shards))
+        what = f"{index.name}, {index.train_tokens:,} tokens in {len(shards)} shards"
+        copies = probes.cached_shards(self.options.cache, index)
+        if not copies:
+            finding = f"{what}: a worker fetches those that its tasks name"
+            return CheckResult("corpus", "ok", finding)
+        if probes.hash_of_file(copies[0]) != copies[0].stem:
             return CheckResult(
                 "corpus",
                 "failed",
-                problem,
-                f"delete {' and '.join(damaged)}; the worker then fetches it again",
+                f"{what}: the copy {copies[0]} in the cache is damaged",
+                f"delete {copies[0]}; the worker then fetches it again",
             )
-        if len(copies) < 2:
-            return CheckResult("corpus", "ok", f"{what}: a worker fetches it when it first joins")
-        return CheckResult("corpus", "ok", f"{what}: the copy in the cache has the run's hash")
+        return CheckResult(
+            "corpus", "ok", f"{what}: {len(copies)} are in the cache, the last one has its hash"
+        )
+
+    def _index(self) -> CorpusIndex:
+        """The index of the run's corpus, compared with its hash."""
+        if self._known_index is None:
+            blob = self._manifest().corpus.index
+            content = self._blob(blob)
+            self._known_index = read_index(content)
+        return self._known_index
+
+    def _blob(self, blob: Blob) -> bytes:
+        if blob.length > MAX_REPLY:
+            raise _Skip(f"it has {amount(blob.length)}, which a check does not read")
+        answer = self._require_connection("coordinator").get(f"/v1/blobs/{blob.sha256}")
+        if sha256(answer.body) != blob.sha256:
+            raise BlockTrainError(
+                f"the coordinator's blob {blob.sha256} is damaged; ask its operator to restore it"
+            )
+        return answer.body
 
     def data(self) -> CheckResult:
         """A corpus that is on this machine is the run's."""
         if not self.options.url:
             raise _Skip("name a coordinator's address to compare it with")
-        manifest = self._manifest()
-        self._require("torch")
-        run = manifest.corpus
-        if probes.corpus_hashes(
-            self.options.data, self.options.data_folder, self.options.cache
-        ) != (run.train.sha256, run.valid.sha256):
+        run = self._manifest().corpus
+        if run.tokenizer is not None:
+            load_tokenizer(self._blob(run.tokenizer))
+        if self.config is None:
+            raise _Skip("the run's settings are not known")
+        mine = probes.corpus_index(
+            self.options.data,
+            self.options.data_folder,
+            self.options.cache,
+            tokenizer_of(self.config),
+        )
+        if not same_tokens(mine, self._index()):
             fix = (
                 "nothing, if you mean the run's own corpus: workers fetch it; "
                 f"else start a coordinator with --data {self.options.data}"
@@ -442,7 +461,7 @@ class _Checklist:
                 "data",
                 "failed",
                 f"{self.options.data} is not the corpus of the run ({run.name}): "
-                "it has another hash",
+                "its shards have other hashes",
                 fix,
             )
         return CheckResult("data", "ok", f"{self.options.data} is the corpus of the run")

@@ -24,7 +24,9 @@ import httpx2
 from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
-from blocktrain.protocol.messages import MAX_REPLY, CorpusBlobs
+from blocktrain.learning.shards import CorpusIndex
+from blocktrain.learning.tokenizer import Tokenizer
+from blocktrain.protocol.messages import MAX_REPLY
 from blocktrain.worker.doctor.diagnosis import CoordinatorAddress, HttpAnswer
 
 TIMEOUT = 4.0  # seconds for a connection, and for every answer
@@ -192,17 +194,11 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def cached_corpus(cache: Path, corpus: CorpusBlobs) -> dict[Path, str]:
-    """The cached files of a run's corpus that have the right size, with their expected hashes."""
-    from blocktrain.worker.task import corpus_folder
-
-    folder = corpus_folder(cache, corpus)
-    files = {folder / "train.txt": corpus.train, folder / "valid.txt": corpus.valid}
-    return {
-        path: blob.sha256
-        for path, blob in files.items()
-        if path.is_file() and path.stat().st_size == blob.length
-    }
+def cached_shards(cache: Path, index: CorpusIndex) -> list[Path]:
+    """The shards of a corpus that are in the cache, the last one that was used first."""
+    names = {f"{shard.sha256}.tok" for shard in index.shards}
+    found = [path for path in (cache / "shards").glob("*.tok") if path.name in names]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def hash_of_file(path: Path) -> str:
@@ -210,14 +206,13 @@ def hash_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def corpus_hashes(spec: str, data_folder: Path | None, cache: Path) -> tuple[str, str]:
-    """The hashes of the two parts of a corpus on this machine, as a run would name them."""
+def corpus_index(
+    spec: str, data_folder: Path | None, cache: Path, tokenizer: Tokenizer
+) -> CorpusIndex:
+    """The index of a corpus on this machine, as a run would have it."""
     from blocktrain.learning.corpus.source import Source
-    from blocktrain.learning.corpus.text import text_hashes
-    from blocktrain.learning.tokenizer import ByteTokenizer
 
-    tokenizer = ByteTokenizer()
-    return text_hashes(Source(spec, data_folder, cache).open(tokenizer), tokenizer)
+    return Source(spec, data_folder, cache).open(tokenizer).index
 
 
 def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
@@ -226,13 +221,10 @@ def seconds_per_step(config: Config, device: str, clock: Clock) -> float:
 
     from blocktrain.learning.shards import memory_batches
     from blocktrain.learning.threads import limited_threads
-    from blocktrain.learning.tokenizer import tokenizer_of
     from blocktrain.learning.train import Trainer
 
-    tokenizer = tokenizer_of(config)
-    text = np.random.default_rng(0).integers(
-        0, tokenizer.vocabulary, max(1 << 16, 4 * config.context), dtype=tokenizer.dtype
-    )
+    size = max(1 << 16, 4 * config.context)
+    text = np.random.default_rng(0).integers(0, config.vocabulary, size, dtype=np.uint32)
     times: list[float] = []
     with limited_threads() if device == "cpu" else nullcontext():
         batches = memory_batches(text, context=config.context, batch=config.batch)
