@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from blocktrain.errors import CorpusError
 from blocktrain.learning.compose import Model, Predictors
 from blocktrain.learning.corpus.readers import require_text
-from blocktrain.learning.evaluate import Progress
+from blocktrain.learning.evaluate import Progress, rows_without_overlap
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.runs.folder import load_reference, read_manifest
@@ -124,15 +124,13 @@ def rolling_rows(ids: Ids, context: int) -> Iterator[tuple[torch.Tensor, int]]:
 
     Every id but the first counts once. A text that is shorter is one shorter row.
     """
-    full = (len(ids) - 1) // context
-    for first in range(0, full, ROWS):
-        some = [
-            ids[i * context : (i + 1) * context + 1] for i in range(first, min(first + ROWS, full))
-        ]
-        yield torch.from_numpy(np.stack(some).astype(np.int64)), context
-    if rest := len(ids) - 1 - full * context:
-        last = ids[max(0, len(ids) - context - 1) :]
-        yield torch.from_numpy(last.astype(np.int64)[None]), rest
+    for _, tokens in rows_without_overlap(ids, context, ROWS):
+        counted = tokens.shape[1] - 1
+        if counted == context:
+            yield tokens, counted
+        else:
+            last = ids[max(0, len(ids) - context - 1) :]
+            yield torch.from_numpy(last.astype(np.int64)[None]), counted
 
 
 @torch.no_grad()
