@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blocktrain.bench import hardware as options_of
 from blocktrain.bench.corpus import CorpusOptions, measure_corpus
 from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.memory import measure_memory
@@ -26,7 +27,7 @@ from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.vocabulary import resolve
 from blocktrain.processes import Job, run_jobs
 from blocktrain.runs.folder import read_json, write_json, write_tokenizer
-from blocktrain.terminal import JobBars, bar, console, rows_table
+from blocktrain.terminal import JobBars, bar, console, rows_table, warn
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,33 @@ def step(command: str, seed: int, repeats: int) -> BenchResult:
             **header(command, seed),
             **measure_step(repeats=repeats, seed=seed, progress=progress),
         }
+
+
+def hardware(command: str, seed: int) -> BenchResult:
+    """See `bench.hardware`. An option that fails here, as bfloat16 on some processors, is named."""
+    base = options_of.BASE.replace(seed=seed)
+    names = {f"{kind}, {o}": (o, kind) for kind in ("one", "fusion") for o in options_of.OPTIONS}
+    jobs = [
+        Job(name, options_of.measure_row, (base, option, kind))
+        for name, (option, kind) in names.items()
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    with JobBars("options", len(jobs)) as bars:
+
+        def on_message(name: str, message: dict[str, Any]) -> None:
+            if "row" in message:
+                rows[name] = message["row"]
+            bars.update(name, message)
+
+        again, never = "call the same command again", lambda: False
+        run_jobs(jobs, 1, on_message, again, never, lambda name, why: warn(f"{name}: {why}"))
+    shape = ("layers_per_block", "width", "context", "batch", "blocks")
+    return {
+        **header(command, seed),
+        **{name: getattr(base, name) for name in shape},
+        "threads": 1,
+        "rows": options_of.compare([rows[name] for name in names if name in rows]),
+    }
 
 
 def transport(options: TransportOptions, command: str) -> BenchResult:

@@ -57,6 +57,7 @@ BENCHES: tuple[Command, ...] = (
     bench.quality,
     bench.memory,
     bench.step,
+    bench.hardware,
     bench.transport,
     bench.coordinator,
     bench.corpus,

@@ -104,6 +104,17 @@ def step(
     commands.show(commands.step(command_line(), seed, repeats), json_)
 
 
+def hardware(*, seed: int = 0, json_: Json = False) -> None:
+    """Memory and time of a step with each hardware option, and what it changes in the loss.
+
+    Micro-batches, checkpointed activations, bfloat16 and torch.compile, for an independent block
+    and for the fusion block.
+    """
+    from blocktrain.bench import commands
+
+    commands.show(commands.hardware(command_line(), seed), json_)
+
+
 @dataclass(frozen=True)
 class LinkFlags:
     """The links to the workers of a bench."""

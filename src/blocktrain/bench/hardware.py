@@ -1,0 +1,123 @@
+"""What each hardware option costs and gains: memory and time of a step, and what it changes.
+
+Memory is the peak of the bytes that tensors hold in one step, beside weights and moments: saved
+activations, gradients and what is computed on the way. Each row is measured in a process of its
+own, one after another.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from blocktrain.bench.machine import random_text
+from blocktrain.config import Config
+from blocktrain.learning.model import build_independent
+from blocktrain.learning.shards import memory_batches
+from blocktrain.learning.threads import use_threads
+from blocktrain.learning.train import Trainer
+from blocktrain.processes import Channel
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batch 4": {"micro_batch": 4},
+    "micro-batch 1": {"micro_batch": 1},
+    "checkpointed": {"checkpoint_activations": True},
+    "checkpointed, micro-batch 4": {"checkpoint_activations": True, "micro_batch": 4},
+    "bfloat16": {"dtype": "bfloat16"},
+    "compiled": {"compile": True},
+}
+BASE = Config(blocks=4, layers_per_block=4, width=128, context=256, batch=16)
+COMPARE = 4  # steps after which losses are compared
+REPEATS = 12  # steps that are timed
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is on, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+def measure_option(base: Config, option: str, kind: str, repeats: int = REPEATS) -> dict[str, Any]:
+    """One row: a block or the fusion block with one option."""
+    config = base.replace(**OPTIONS[option])
+    sources = [build_independent(config, n) for n in range(1, config.independent + 1)]
+    trainer = (
+        Trainer(config, config.fusion or config.blocks, sources)
+        if kind == "fusion"
+        else Trainer(config, 1)
+    )
+    text = random_text(config.seed, 64 * (config.context + 1))
+    batches = memory_batches(text, context=config.context, batch=config.batch)
+    steps = trainer.run(batches, 10**9)
+    losses = [next(steps)[1] for _ in range(COMPARE)]
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        next(steps)
+        seconds.append(time.perf_counter() - began)
+    with LiveBytes() as live:
+        next(steps)
+    step = statistics.median(seconds)
+    return {
+        "block": kind,
+        "option": option,
+        "peak_mb": round(live.peak / 1e6, 1),
+        "step_ms": round(1e3 * step, 1),
+        "tokens_per_second": round(config.batch * config.context / step),
+        "loss": losses[-1],
+    }
+
+
+def measure_row(channel: Channel, base: Config, option: str, kind: str) -> None:
+    """The same in a process of its own."""
+    use_threads()
+    channel.send(share=0.0)
+    channel.send(share=1.0, row=measure_option(base, option, kind))
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with what differs from the plain one of the same kind of block."""
+    plain = {row["block"]: row for row in rows if row["option"] == "plain"}
+    return [
+        {
+            **{name: value for name, value in row.items() if name != "loss"},
+            "memory_ratio": round(row["peak_mb"] / plain[row["block"]]["peak_mb"], 3),
+            "time_ratio": round(row["step_ms"] / plain[row["block"]]["step_ms"], 3),
+            "loss_difference": f"{abs(row['loss'] - plain[row['block']]['loss']):.1e}",
+        }
+        for row in rows
+        if row["block"] in plain
+    ]
