@@ -26,6 +26,7 @@ from blocktrain.learning.evaluate import Progress, rows_without_overlap
 from blocktrain.learning.threads import THREADS, limited_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.runs.folder import load_reference, read_manifest
+from blocktrain.terminal import perplexity
 
 MAX_FILE = 1 << 30  # bytes
 ROWS = 16  # at once
@@ -48,14 +49,10 @@ class TextLosses:
             "nats_per_token": nats / self.tokens,
             "nats_per_byte": nats / self.bytes,
             "bits_per_byte": nats / self.bytes / math.log(2),
-            "byte_perplexity": _exp(nats / self.bytes),
-            "word_perplexity": _exp(nats / self.words),
+            "byte_perplexity": perplexity(nats / self.bytes),
+            "word_perplexity": perplexity(nats / self.words),
         }
         return {unit: value if math.isfinite(value) else None for unit, value in units.items()}
-
-
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
 
 
 def read_texts(path: Path) -> list[bytes]:
