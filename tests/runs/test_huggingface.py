@@ -75,7 +75,9 @@ def test_transformers_loads_an_export_without_blocktrain(tmp_path: Path) -> None
     bpe = load_tokenizer(train_bpe(write_text(200, seed=3).encode(), 300))
     models = {
         "bytes": random_model(tiny_config()),
-        "bpe": random_model(settings_with(tiny_config(compose="pool", tokenizer="bpe:300"), bpe)),
+        "bpe": random_model(
+            settings_with(tiny_config(tokenizer="bpe:300", embedding="shared"), bpe)
+        ),
     }
     for name, model in models.items():
         run = save_run(tmp_path / f"{name}-run", model)
@@ -100,6 +102,8 @@ def variants() -> Iterator[Config]:
         {"compose": "pool"},
         {"objective": "denoise", "tail": 4},
         {"blocks": 2, "lookback": 1, "heads": 1},
+        {"embedding": "shared", "lookback": 1},
+        {"embedding": "shared", "compose": "pool"},
     ]
     small = tiny_config().model_dump()
     for name, field in Config.model_fields.items():

@@ -238,16 +238,6 @@ class Block(nn.Module):
         """Vectors (B, T, W) of the tokens at distance 0, 1, ... as one."""
         raise NotImplementedError
 
-    def full_tables(self) -> Tensor:
-        """What every token adds at every distance back, (lookback, V, W)."""
-        if not self.shares_table:
-            return self.embed
-        rows = self.token_vectors(torch.arange(self.vocabulary, device=self.device))[None]
-        distances = range(self.lookback)
-        return torch.cat(
-            [self.join_tokens([rows * (i == back) for i in distances]) for back in distances]
-        )
-
     def through_layers(self, x: Tensor, cache: Cache | None = None, tail: int = 0) -> Tensor:
         """The residual stream (B, T, W) after the last layer."""
         T = x.shape[1]

@@ -105,6 +105,7 @@ def model_config(manifest: ModelManifest, *, fusion: bool) -> dict[str, Any]:
         "num_blocks": config.independent,
         "fusion": fusion,
         "lookback": config.lookback,
+        "shared_embedding": config.shares_table,
         "input_offset": config.objective == "denoise",
         "tie_word_embeddings": False,
         "eos_token_id": tokenizer.end_of_text,

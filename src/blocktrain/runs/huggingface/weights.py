@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 LARGEST_FILE = 5_000_000_000  # bytes; larger models are written as several files
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MATRIX = re.compile(r"(layers\.\d+\.(qkv|attention_out|up|down)|head|mix|hand_on|correct)\.weight")
-NORM = re.compile(r"(layers\.\d+\.norm_(attention|mlp)|norm)\.scale")
-UNUSED = re.compile(
-    r"embed|look_back\.weight|z_in\.weight|noise_in\.weight|mask|readout\.(norms|heads|weights)"
+MATRIX = re.compile(
+    r"(layers\.\d+\.(qkv|attention_out|up|down)|head|mix|hand_on|correct|look_back)\.weight"
 )
+NORM = re.compile(r"(layers\.\d+\.norm_(attention|mlp)|norm)\.scale")
+UNUSED = re.compile(r"z_in\.weight|noise_in\.weight|mask|readout\.(norms|heads|weights)")
 
 NamedTensors = dict[str, Tensor]
 
@@ -63,10 +63,11 @@ def input_offset(manifest: ModelManifest, number: int, block: IndependentBlock) 
 
 def block_tensors(block: Block) -> NamedTensors:
     """Embedding, layers and matrices. `nn.Linear` has its matrix the other way round."""
-    tables = enumerate(block.full_tables())
-    tensors: NamedTensors = {f"embed.{back}.weight": table for back, table in tables}
+    tensors: NamedTensors = {}
     for name, tensor in block.state_dict().items():
-        if MATRIX.fullmatch(name):
+        if name == "embed":
+            tensors |= {f"embed.{back}.weight": table for back, table in enumerate(tensor)}
+        elif MATRIX.fullmatch(name):
             tensors[name] = tensor.T
         elif NORM.fullmatch(name):
             tensors[name.replace(".scale", ".weight")] = tensor

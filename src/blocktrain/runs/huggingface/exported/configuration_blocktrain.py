@@ -12,7 +12,8 @@ DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 128,  # tokens in a window; `generate` writes on beyond it
     "num_blocks": 3,  # independent blocks: each of them reads the tokens by itself
     "fusion": True,  # whether a last block corrects what the others found; else they are pooled
-    "lookback": 4,  # embedding tables: one for a position's own token, one for each before it
+    "lookback": 4,  # tokens that a position knows by themselves: its own and those before it
+    "shared_embedding": False,  # whether tokens are read with the heads' vectors, or own tables
     "input_offset": False,  # whether a block adds a vector of its own to every position
     "use_cache": True,
     "bos_token_id": None,

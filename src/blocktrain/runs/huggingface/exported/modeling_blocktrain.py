@@ -102,6 +102,11 @@ class BlockTrainStep:
                 keys = torch.arange(cache.ids.shape[1], device=ids.device)
                 self.mask = (keys <= self.positions[:, :, None])[:, None]  # (B, 1, T, keys)
 
+    def tokens_before(self, back: int) -> tuple[Tensor, Tensor]:
+        """Ids (B, T) of the tokens so many places back, and whether there are such (B, T, 1)."""
+        where = self.positions - back
+        return self.ids.gather(1, where.clamp(min=0)), (where >= 0)[:, :, None]
+
     def look(self, layer: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of (B, H, T, D): what each position takes from those it sees."""
         if self.cache is not None:
@@ -157,25 +162,34 @@ class BlockTrainBlock(nn.Module):
 
     def __init__(self, config: BlockTrainConfig, name: str, layers: int) -> None:
         super().__init__()
-        W, self.heads = config.hidden_size, config.num_attention_heads
+        self.width, self.heads = config.hidden_size, config.num_attention_heads
         self.embed = nn.ModuleList(
-            nn.Embedding(config.vocab_size, W) for _ in range(config.lookback)
+            nn.Embedding(config.vocab_size, self.width)
+            for _ in range(0 if config.shared_embedding else config.lookback)
         )
         self.layers = nn.ModuleList(
             BlockTrainLayer(config, f"{name}.{number}") for number in range(layers)
         )
 
-    def embed_tokens(self, step: BlockTrainStep) -> Tensor:
-        """Every position as the sum of its own token and the few before it, (B, T, W)."""
+    def embed_tokens(self, step: BlockTrainStep, shared: list[Tensor]) -> Tensor:
+        """Every position from its own token and the few before it, (B, T, W).
+
+        Without tables of its own a block reads vectors (B, T, W) of the tokens that it shares with
+        a head, one at each distance back.
+        """
+        if shared:
+            return self.join_tokens(shared)
         vectors = []
         for back, table in enumerate(self.embed):
-            where = step.positions - back
-            known = (where >= 0)[:, :, None]
-            vectors.append(table(step.ids.gather(1, where.clamp(min=0))) * known)
+            ids, known = step.tokens_before(back)
+            vectors.append(table(ids) * known)
         return sum(vectors[1:], vectors[0])
 
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
     def through_layers(self, x: Tensor, step: BlockTrainStep) -> Tensor:
-        rotation = rotations(step.positions, x.shape[-1] // self.heads)
+        rotation = rotations(step.positions, self.width // self.heads)
         for layer in self.layers:
             x = layer(x, rotation, step)
         return x
@@ -186,12 +200,19 @@ class BlockTrainIndependent(BlockTrainBlock):
 
     def __init__(self, config: BlockTrainConfig, name: str, layers: int) -> None:
         super().__init__(config, name, layers)
-        self.offset = nn.Parameter(torch.zeros(config.hidden_size)) if config.input_offset else None
+        W, back = config.hidden_size, config.lookback - 1
+        self.offset = nn.Parameter(torch.zeros(W)) if config.input_offset else None
+        joins = config.shared_embedding and back
+        self.look_back = nn.Linear(back * W, W, bias=False) if joins else None
 
-    def forward(self, step: BlockTrainStep) -> Tensor:
+    def forward(self, step: BlockTrainStep, shared: list[Tensor]) -> Tensor:
         """Its features, (B, T, W)."""
-        x = self.embed_tokens(step)
+        x = self.embed_tokens(step, shared)
         return self.through_layers(x if self.offset is None else x + self.offset, step)
+
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        own, *before = vectors
+        return own if self.look_back is None else own + self.look_back(torch.cat(before, dim=-1))
 
 
 class BlockTrainFusion(BlockTrainBlock):
@@ -203,13 +224,18 @@ class BlockTrainFusion(BlockTrainBlock):
         self.mix = nn.Linear(reads * W, W, bias=False)
         self.hand_on = nn.Linear(reads * W, W, bias=False)
         self.correct = nn.Linear(W, reads * W, bias=False)
+        if config.shared_embedding:
+            self.look_back = nn.Linear(config.lookback * W, W, bias=False)
 
-    def forward(self, features: Tensor, step: BlockTrainStep) -> Tensor:
+    def forward(self, features: Tensor, step: BlockTrainStep, shared: list[Tensor]) -> Tensor:
         """A correction for each of the normalized features (N, B, T, W)."""
         inputs = concatenate(features)
-        x = self.embed_tokens(step) + self.mix(inputs) + step.shift(self.hand_on(inputs))
+        x = self.embed_tokens(step, shared) + self.mix(inputs) + step.shift(self.hand_on(inputs))
         corrections = self.correct(self.through_layers(x, step) - x)
         return corrections.unflatten(-1, (len(features), -1)).permute(2, 0, 1, 3)
+
+    def join_tokens(self, vectors: list[Tensor]) -> Tensor:
+        return self.look_back(torch.cat(vectors, dim=-1))
 
 
 class BlockTrainForCausalLM(PreTrainedModel, GenerationMixin):
@@ -251,7 +277,7 @@ class BlockTrainForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> Any:
         first: Any = self.blocks[0]
-        return first.embed[0]
+        return self.lm_head if self.config.shared_embedding else first.embed[0]
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -299,16 +325,32 @@ class BlockTrainForCausalLM(PreTrainedModel, GenerationMixin):
 
     def compute(self, step: BlockTrainStep, places: Tensor) -> Tensor:
         """Logits (B, K, V) of these places (B, K) among the tokens of a step."""
-        features = torch.stack([block(step) for block in self.blocks])  # (N, B, T, W)
+        shared = self.shared_vectors(step)
+        blocks = zip(self.blocks, shared, strict=True)
+        features = torch.stack([block(step, vectors) for block, vectors in blocks])  # (N, B, T, W)
         features = F.rms_norm(features, features.shape[-1:], None, EPSILON)
         features = features * self.norm_scales[:, None, None]
         shares = self.pool_weights[:, None, None, None]
         terms = features * shares
         if self.fusion is not None:
-            terms = terms + self.fusion(features, step) * shares
+            terms = terms + self.fusion(features, step, shared[0]) * shares
         step.finish()
         index = places[:, :, None].expand(-1, -1, self.lm_head.in_features)
         return self.lm_head(concatenate(terms).gather(1, index)).float()
+
+    def shared_vectors(self, step: BlockTrainStep) -> list[list[Tensor]]:
+        """For each block the vectors (B, T, W) of the tokens at each distance back.
+
+        They are those that its head tells tokens by, longer by sqrt(W): a head's are short.
+        """
+        if not self.config.shared_embedding:
+            return [[] for _ in self.blocks]
+        distances = []
+        for back in range(self.config.lookback):
+            ids, known = step.tokens_before(back)
+            rows = F.embedding(ids, self.lm_head.weight) * self.config.hidden_size**0.5 * known
+            distances.append(rows.chunk(len(self.blocks), dim=-1))
+        return [list(vectors) for vectors in zip(*distances, strict=True)]
 
 
 def find_tokens(ids: Tensor, attention_mask: Tensor | None, vocabulary: int) -> Tensor:
