@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from blocktrain.protocol.tensors import pack
 from blocktrain.runs.fleet import FleetMachine, read_fleet
 from blocktrain.runs.plan import RunPlan, duration, make_plan
 from blocktrain.sizes import make_sized_config
+from blocktrain.watch.server import Listen, serve_coordinator
+from blocktrain.web.client import HttpClient
+from support.worker_run import worker_runs
 
 GB = 10**9
 
@@ -217,3 +221,27 @@ def test_bytes_of_a_fusion_block_are_as_planned() -> None:
     assert planned.weights == pytest.approx(len(pack(weights)), rel=0.01)
     source = len(pack(block_weights(build_block(config, 1))))
     assert planned.reads == pytest.approx(config.independent * source, rel=0.01)
+
+
+def test_bytes_of_a_real_run_are_as_planned(tmp_path: Path, corpus_folder: Path) -> None:
+    policy = Policy(task_steps=4)
+    shape = {"width": 96, "heads": 4, "blocks": 3, "layers_per_block": 2, "steps": 12}
+    with worker_runs(tmp_path, corpus_folder) as make:
+        here = make(policy, **shape)
+        with serve_coordinator(here.coordinator, Listen()) as url:
+            client = HttpClient(url)
+            here.worker(client).run()
+            client.close()
+        blocks = here.coordinator.status().blocks
+        trained = Counter(event["block"] for event in here.events("trained"))
+    planned = make_plan(here.config, policy, [])
+    assert planned.fusion is not None
+    kinds = {1: planned.independent, 2: planned.independent, 3: planned.fusion}
+    fetched = sum(block.bytes_out for block in blocks)
+    needed = sum(trained[index] * kind.weights for index, kind in kinds.items())
+    for block in blocks:
+        assert trained[block.block] == 3
+        expected = trained[block.block] * kinds[block.block].update
+        assert block.bytes_in == pytest.approx(expected, rel=0.1), block.block
+    # The fusion block reads the others, which are finished when it begins the last time.
+    assert needed * 0.9 < fetched < 1.1 * (needed + trained[3] * planned.fusion.reads)
