@@ -1,7 +1,7 @@
 """Memory that training a block takes, by kind, without torch.
 
 The formulas follow what `learning.model` computes; tests hold them against the peak that torch
-itself reports. docs/sizes.md explains them.
+itself reports. docs/guides/sizes.md explains them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each choice is a rule, a function of the number of parameters P. A setting that is named wins, and
 what follows from it is chosen to fit: with more blocks or a larger vocabulary the width shrinks,
 so that the model still has about P parameters. A size is no setting of a run: only what it
-chooses is. docs/sizes.md explains the rules.
+chooses is. docs/guides/sizes.md explains the rules.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from blocktrain.devices import DEVICES
+from blocktrain.runs.fleet import FleetMachine
+from blocktrain.shapes import model_parameters
+from blocktrain.sizes import SIZES, make_sized_config
 from support.command import blocktrain
 
 FLEET = """
@@ -44,3 +48,30 @@ def test_an_impossible_fleet_is_refused_with_a_sentence(tmp_path: Path) -> None:
     assert not result["possible"]
     assert result["settings"]["batch"] == 512
     assert [machine["fusion"] for machine in result["machines"]] == [False, False]
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "sizes.md"
+
+
+def test_the_guide_has_the_table_of_sizes() -> None:
+    for size in SIZES:
+        c = make_sized_config({"size": size})
+        row = (
+            f"| `{size}` | {model_parameters(c):,} | {c.blocks} × {c.layers_per_block} | {c.width} "
+            f"| {c.heads} | {c.context} | `{c.tokenizer}` | {c.batch} ({c.rows}) | {c.steps:,} "
+            f"| {c.learning_rate:g} | {c.fusion_learning_rate:g} |"
+        )
+        assert row in GUIDE.read_text()
+
+
+def test_the_guide_shows_what_plan_prints() -> None:
+    fleet = GUIDE.with_name("fleet.toml")
+    assert fleet.read_text() in GUIDE.read_text()
+    done = blocktrain("plan", "--size", "350M", "--fleet", fleet.name, cwd=fleet.parent)
+    assert done.returncode == 0
+    assert done.stdout in GUIDE.read_text()
+
+
+def test_the_guide_names_all_devices_and_keys() -> None:
+    for name in (*DEVICES, *FleetMachine.model_fields):
+        assert f"`{name}`" in GUIDE.read_text()

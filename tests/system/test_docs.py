@@ -36,7 +36,7 @@ SHORT_BENCHES: dict[str, list[str]] = {
     "memory": [],
     "step": ["--repeats", "3"],
 }  # the others have tests of their own
-ALONE = ("train", "evaluate", "generate", "export", "push", "doctor", "bench")
+ALONE = ("plan", "train", "evaluate", "generate", "export", "push", "doctor", "bench")
 TOGETHER = (
     "coordinator",
     "worker",
@@ -93,6 +93,7 @@ def new_desk(desk: Path) -> Path:
     (desk / "data" / "wikitext-2").mkdir(parents=True)
     for name in ("my-notes.txt", "data/wikitext-2/train.txt", "data/wikitext-2/valid.txt"):
         (desk / name).write_text(text)
+    shutil.copy(ROOT / "docs" / "guides" / "fleet.toml", desk)
     (desk / "prompts.txt").write_text("note 1\nnote 2\n")
     return desk
 
@@ -113,7 +114,7 @@ def at_once(work: Iterable[Callable[[], None]]) -> None:
 def shrunk(words: list[str]) -> list[str]:
     """The same command on less: fewer steps of a smaller model on shorter text."""
     words = ["my-notes.txt" if word == "stdlib" else word for word in words]
-    if words[0] == "train" and not {"--help", "--resume"} & set(words):
+    if words[0] == "train" and not {"--help", "--help-all", "--resume"} & set(words):
         kept = [w for i, w in enumerate(words) if "--steps" not in (w, words[i - 1])]
         data = [] if "--data" in kept else ["--data", "my-notes.txt"]
         return [*kept, *TINY, "--blocks", "2", *data]  # a process for each block

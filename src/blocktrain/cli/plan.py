@@ -123,7 +123,10 @@ def _fleet(result: RunPlan) -> Iterable[str]:
         f"({day['out'] * 8 / DAY / 1e6:.3g} Mbit/s on average)"
     )
     if result.seconds is not None:
-        yield f"time to {_count(result.tokens)} tokens: {duration(result.seconds)}"
+        yield (
+            f"time to {_count(result.tokens)} tokens: {duration(result.seconds)} "
+            f"(speeds are {SHARE_OF_PEAK:.0%} of peaks, unless measured)"
+        )
 
 
 def _machine(machine: MachinePlan) -> Iterable[str]:

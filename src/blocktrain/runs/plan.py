@@ -1,6 +1,6 @@
 """What a run will need and take, before anybody starts it. Pure, and without torch.
 
-docs/sizes.md explains every formula. Memory and bytes are held against measured ones by tests;
+docs/guides/sizes.md explains every formula. Memory and bytes are held against measured ones by tests;
 time follows from peaks and an assumed share of them, unless the fleet says measured speeds.
 """
 
