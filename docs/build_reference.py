@@ -76,6 +76,7 @@ def settings() -> str:
     from blocktrain.config import PRESETS, TOKENIZERS, TRAITS, Config
     from blocktrain.coordinator.policy import Policy
     from blocktrain.protocol.compression import METHODS
+    from blocktrain.sizes import SIZES
 
     # Tables of the program, to which a class can be added.
     tables: Mapping[str, Iterable[str]] = {
@@ -83,6 +84,7 @@ def settings() -> str:
         "tokenizer": TOKENIZERS,
         "compression": METHODS,
     }
+    sizes = ", ".join(f"`{name}`" for name in SIZES)
     presets = "\n".join(
         f"- `{name}`: " + ", ".join(f"`{key} = {toml(value)}`" for key, value in values.items())
         for name, values in PRESETS.items()
@@ -90,7 +92,8 @@ def settings() -> str:
     return f"""# Settings
 
 Every setting is a flag (`layers_per_block` is `--layers-per-block`) and a key of the file that
-`--config` names. Flags win over the file, the file over the preset, the preset over the defaults.
+`--config` names. Flags win over the file, the file over the preset, the preset over
+the size, and the size over the defaults.
 A value out of range is refused before anything starts.
 
 ## The model and its training
@@ -105,6 +108,11 @@ false).
 Of `coordinator`. In the file they are in the table `[coordination]`.
 
 {table(Policy, tables)}
+
+## Sizes
+
+`size` is one of {sizes}: it stands for the settings that it chooses. See [choose a
+size](../guides/sizes.md).
 
 ## Presets
 

@@ -125,7 +125,7 @@ def test_tokens_of_a_run_end_it() -> None:
         ("[[machine]]\nname='a'\ndevice='h100'\nup=-1", "machine 'a': up must be above 0"),
         ("[[machine]]\nname='a'\ndevice='h100'\nhours=25", "hours must be at most 24"),
         ("[[machine]]\nname='a'\ndevice='cray'", "'a': device must be one of cpu, .* flops"),
-        ("[[machine]]\nname='a'\ndevice='h100'\nmemory='much'", "is not an amount of memory"),
+        ("[[machine]]\nname='a'\ndevice='h100'\nmemory='much'", "is not an amount of bytes"),
         ("[[machine]]\nname='a'\ndevice='h100'\nmemory=-5", "memory must be above 0"),
         ("[[machine]]\nname='a'\ndevice='cpu'", "machine 'a' needs its memory"),
         ("[[machine]]\nname='a'\nmemory='8 GB'", "machine 'a' needs a device, its peak as flops"),

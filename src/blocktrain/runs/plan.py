@@ -1,7 +1,7 @@
 """What a run will need and take, before anybody starts it. Pure, and without torch.
 
-docs/guides/sizes.md explains every formula. Memory and bytes are held against measured ones by tests;
-time follows from peaks and an assumed share of them, unless the fleet says measured speeds.
+docs/guides/sizes.md explains every formula. Tests hold memory and bytes against measured ones.
+Time follows from peaks and an assumed share of them, unless the fleet says measured speeds.
 """
 
 from __future__ import annotations
