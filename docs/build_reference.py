@@ -6,7 +6,10 @@ table, settings from the models that validate them: none of them can be out of d
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -43,9 +46,79 @@ ANSWERS = {"application/json": "JSON", "text/event-stream": "events", "text/plai
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in ROOT_PAGES.items():
         files.append(File.generated(config, page, content=root_page(ROOT / name)))
-    for page, content in (("commands", commands()), ("http", calls()), ("settings", settings())):
-        files.append(File.generated(config, f"reference/{page}.md", content=content))
+    pages = {"commands": commands, "http": calls, "settings": settings, "python": python_api}
+    for page, make in pages.items():
+        files.append(File.generated(config, f"reference/{page}.md", content=make()))
+    for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        page = f"notebooks/{path.stem}.md"
+        files.append(File.generated(config, page, content=notebook(path)))
     return files
+
+
+def notebook(path: Path) -> str:
+    """The cells of a notebook as a page, with a link to the notebook itself."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    parts = [
+        f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+        for cell, text in zip(cells, texts, strict=True)
+    ]
+    link = f"[Download this notebook]({path.name})"
+    return "\n\n".join([parts[0], link, *parts[1:]]) + "\n"
+
+
+def python_api() -> str:
+    """What the package exports: signatures and docstrings."""
+    import blocktrain
+
+    parts = [
+        "# Python API\n\nAll names of `import blocktrain as bt`. "
+        "[Use it from Python](../guides/python.md) shows them at work."
+    ]
+    for name in blocktrain.__all__:
+        exported = getattr(blocktrain, name)
+        parts.append(_entry(f"## {name}", name, exported))
+        if inspect.isclass(exported):
+            parts += [
+                _entry(f"### {name}.{key}", key, member)
+                for key, member in vars(exported).items()
+                if not key.startswith("_") and callable(_function(member))
+            ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _function(member: object) -> object:
+    """What a property or a cached property computes; other members are themselves."""
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, cached_property) else member
+
+
+def _entry(title: str, name: str, member: object) -> str:
+    target = _function(member)
+    doc = inspect.getdoc(target) or ""
+    if inspect.isclass(target) and issubclass(target, Exception):
+        return f"{title}\n\n{doc}"
+    if target is not member:  # a property
+        return f"{title}\n\n{doc}"
+    return f"{title}\n\n```python\n{name}{_signature(target)}\n```\n\n{doc}"
+
+
+def _signature(target: object) -> str:
+    """One parameter a line."""
+    signature = inspect.signature(target)  # type: ignore[arg-type]
+    kept = [p for key, p in signature.parameters.items() if key != "self"]
+    plain = str(signature.replace(parameters=kept))
+    if len(plain) < 80:
+        return plain.replace("'", "")
+    lines, star = [], False
+    for parameter in kept:
+        if parameter.kind is parameter.KEYWORD_ONLY and not star:
+            star = True
+            lines.append("    *,")
+        lines.append(f"    {parameter},")
+    result = signature.return_annotation
+    return "(\n" + "\n".join(lines).replace("'", "") + f"\n) -> {result}".replace("'", "")
 
 
 def root_page(path: Path) -> str:
