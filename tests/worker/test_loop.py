@@ -338,6 +338,30 @@ def test_a_damaged_copy_of_the_corpus_is_fetched_again(
     assert_plain(here, corpus)
 
 
+def test_a_shard_that_is_damaged_at_the_coordinator_ends_the_worker_with_its_name(
+    place: Callable[..., WorkerRun],
+) -> None:
+    here = place(Policy.exact(4), blocks=2)
+    name = here.coordinator.run.corpus.index.sources[0].shards[0].sha256
+    stored = here.folder / "coordinator" / "blobs" / "linked" / name
+    content = stored.read_bytes()
+    stored.unlink()
+    stored.write_bytes(content[::-1])
+    with pytest.raises(Refused, match=f"shard {name} of the corpus: .*restores the file"):
+        here.worker().run()
+    stored.write_bytes(content)
+    here.worker().run()
+    assert len(here.updates()) == 6
+
+
+def test_a_cache_that_is_too_small_is_told_in_a_sentence(
+    place: Callable[..., WorkerRun],
+) -> None:
+    here = place(Policy.exact(4), blocks=2)
+    with pytest.raises(RunError, match=r"of one task take .*--cache-limit allows 1 kB; allow more"):
+        here.worker(machine=Machine(cache_limit=1000)).run()
+
+
 def test_pieces_of_a_pending_update_do_not_count(
     tmp_path: Path, place: Callable[..., WorkerRun]
 ) -> None:

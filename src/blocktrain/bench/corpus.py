@@ -32,6 +32,7 @@ from blocktrain.learning.corpus.source import Source, training_text
 from blocktrain.learning.shards import SHARD_TOKENS, read_index
 from blocktrain.learning.vocabulary import resolve_tokenizer
 from blocktrain.processes import Channel, Job, peak_mb, run_jobs
+from blocktrain.worker.shards import PARTIAL, ROOM
 
 LINES, LINE_BYTES, BLOCK_LINES = 1 << 16, 64, 1 << 14
 WORDS = 4096
@@ -215,10 +216,12 @@ def _again(folder: Path) -> list[str]:
 
 
 def _await_partial(shards: Path, worker: WorkerWatch) -> Path:
+    """A shard of which an eighth has arrived."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and worker.process.poll() is None:
         for path in shards.glob("*.partial"):
-            if path.stat().st_size:
+            room = path.with_name(path.name.replace(PARTIAL, ROOM))
+            if room.exists() and path.stat().st_size >= room.stat().st_size / 8:
                 return path
         time.sleep(0.002)
     raise RunError("the worker was not caught while it was fetching")
