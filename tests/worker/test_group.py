@@ -74,6 +74,7 @@ def test_two_workers_train_a_run_and_a_second_start_continues(
             assert kinds[0] == "joined" and kinds[-1] == "left"
             assert [k for k in kinds if k in ("accepted", "trained")][-1] == "accepted"
         before = len(here.updates())
+        fetched = [event["sha256"] for event in events if event["kind"] == "fetching"]
 
         group = start(*command, "--cores", "2", cwd=tmp_path)
         until(lambda: len(here.updates()) > before + 1)
@@ -83,7 +84,9 @@ def test_two_workers_train_a_run_and_a_second_start_continues(
         assert {event["name"] for event in events} == {"cpu-1", "cpu-2"}
         assert "fresh" not in {event["kind"] for event in events}, "each goes on with its state"
     assert len(workers_of(here)) == 2, "the keys of the first start"
-    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1, "fetched once"
+    shards = {path.stem for path in (tmp_path / "cache" / "shards").glob("*.tok")}
+    assert sorted(shards) == sorted(shards & set(fetched)), "every shard once, by one of the two"
+    assert len([name for name in fetched if name in shards]) == len(shards)
 
 
 def test_a_worker_that_dies_is_named_and_the_other_goes_on(

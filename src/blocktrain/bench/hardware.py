@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -71,34 +72,48 @@ class LiveBytes(TorchDispatchMode):
 
 
 def measure_option(base: Config, option: str, kind: str, repeats: int = REPEATS) -> dict[str, Any]:
-    """One row: a block or the fusion block with one option."""
+    """One row: a block or the fusion block with one option, beside the same without it.
+
+    Steps of both are timed in turns, so that a busy machine slows both alike.
+    """
     config = base.replace(**OPTIONS[option])
-    sources = [build_independent(config, n) for n in range(1, config.independent + 1)]
-    trainer = (
-        Trainer(config, config.fusion or config.blocks, sources)
-        if kind == "fusion"
-        else Trainer(config, 1)
-    )
-    text = random_text(config.seed, 64 * (config.context + 1))
-    batches = memory_batches(text, context=config.context, batch=config.batch)
-    steps = trainer.run(batches, 10**9)
-    losses = [next(steps)[1] for _ in range(COMPARE)]
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        next(steps)
-        seconds.append(time.perf_counter() - began)
-    with LiveBytes() as live:
-        next(steps)
-    step = statistics.median(seconds)
+    plain, steps = _steps(base, kind), _steps(config, kind)
+    for _ in range(COMPARE):
+        plain_loss, loss = next(plain)[1], next(steps)[1]
+    seconds = [(_seconds(plain), _seconds(steps)) for _ in range(repeats)]
+    peaks = []
+    for each in (plain, steps):
+        with LiveBytes() as live:
+            next(each)
+        peaks.append(live.peak)
+    step = statistics.median(second for _, second in seconds)
     return {
         "block": kind,
         "option": option,
-        "peak_mb": round(live.peak / 1e6, 1),
+        "peak_mb": round(peaks[1] / 1e6, 1),
+        "memory_ratio": round(peaks[1] / peaks[0], 3),
         "step_ms": round(1e3 * step, 1),
         "tokens_per_second": round(config.batch * config.context / step),
-        "loss": losses[-1],
+        "time_ratio": round(statistics.median(b / a for a, b in seconds), 3),
+        "loss_difference": f"{abs(loss - plain_loss):.1e}",
     }
+
+
+def _steps(config: Config, kind: str) -> Iterator[tuple[int, float]]:
+    """The endless training of an independent block, or of the fusion block."""
+    index, sources = 1, []
+    if kind == "fusion":
+        index = config.fusion or config.blocks
+        sources = [build_independent(config, n) for n in range(1, config.independent + 1)]
+    text = random_text(config.seed, 64 * (config.context + 1))
+    batches = memory_batches(text, context=config.context, batch=config.batch)
+    return Trainer(config, index, sources).run(batches, 10**9)
+
+
+def _seconds(steps: Iterator[tuple[int, float]]) -> float:
+    began = time.perf_counter()
+    next(steps)
+    return time.perf_counter() - began
 
 
 def measure_row(channel: Channel, base: Config, option: str, kind: str) -> None:
@@ -106,18 +121,3 @@ def measure_row(channel: Channel, base: Config, option: str, kind: str) -> None:
     use_threads()
     channel.send(share=0.0)
     channel.send(share=1.0, row=measure_option(base, option, kind))
-
-
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with what differs from the plain one of the same kind of block."""
-    plain = {row["block"]: row for row in rows if row["option"] == "plain"}
-    return [
-        {
-            **{name: value for name, value in row.items() if name != "loss"},
-            "memory_ratio": round(row["peak_mb"] / plain[row["block"]]["peak_mb"], 3),
-            "time_ratio": round(row["step_ms"] / plain[row["block"]]["step_ms"], 3),
-            "loss_difference": f"{abs(row['loss'] - plain[row['block']]['loss']):.1e}",
-        }
-        for row in rows
-        if row["block"] in plain
-    ]
