@@ -99,7 +99,11 @@ class StepBars:
         self._progress.stop()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Show an event of kind `step`; others change nothing."""
+        """Show an event of kind `step` or `score`; others change nothing."""
+        if event["kind"] == "score":
+            self._progress.console.print(
+                score_line(event), highlight=False, markup=False, soft_wrap=True
+            )
         if event["kind"] != "step":
             return
         name = f"block-{event['block']}" if event["block"] else "reference"
@@ -212,6 +216,17 @@ def ce_table(title: str, ce: dict[str, float], bytes_per_token: float) -> Table:
             style=style,
         )
     return table
+
+
+def score_line(event: Mapping[str, Any]) -> str:
+    """The score of a run's versions in one line."""
+    scores: dict[str, float] = event["scores"]
+    each = ", ".join(f"{name} {ce:.4f}" for name, ce in scores.items())
+    if not scores:
+        return "valid CE: not finite"
+    best = min(scores, key=lambda name: scores[name])
+    bits = scores[best] / event.get("bytes_per_token", 1.0) / math.log(2)
+    return f"valid CE {each} nats/token; {best} {bits:.4f} bits/byte"
 
 
 def rows_table(title: str, rows: list[dict[str, Any]]) -> Table:

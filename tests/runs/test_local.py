@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,17 @@ from blocktrain.learning.compose import independent
 from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.train import REFERENCE, Trainer
+from blocktrain.runs import local
 from blocktrain.runs.folder import RunFolder, create_run, load_model, publish, read_json
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.results import complete
 from blocktrain.store.open import read_store
+from blocktrain.terminal import score_line
 from blocktrain.watch.feed import read_events
 from blocktrain.watch.server import open_coordinator
 from conftest import tiny_config
+from support.jobs import run_here
 from support.waiting import until
 
 SCRIPT = """
@@ -283,3 +287,30 @@ def test_all_blocks_fusion_and_reference_are_trained_and_judged(
         assert all(
             torch.equal(t, plain.block.state_dict()[name]) for name, t in block.state_dict().items()
         )
+
+
+def test_the_valid_part_is_scored_while_training(
+    tmp_path: Path, corpus_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(blocks=3, steps=4)
+    run = create_run(tmp_path / "run", config, str(corpus_folder))
+    log = run.folder / "coordinator" / "events.jsonl"
+
+    def run_after_a_score(jobs: Any, slots: int, on_message: Any, **_: Any) -> None:
+        until(lambda: any(e["kind"] == "score" for e in read_events(log)), "a score")
+        run_here(jobs, slots, on_message)
+
+    monkeypatch.setattr(local, "run_jobs", run_after_a_score)
+    plan = TrainingPlan(
+        run,
+        config,
+        Source(str(corpus_folder), None, tmp_path),
+        score_bytes=64,
+        score_seconds=0.0,
+    )
+    seen: list[dict[str, Any]] = []
+    local.train_blocks(plan, seen.append)
+    (score,) = [event for event in seen if event["kind"] == "score"][:1]
+    assert score["scores"].keys() == {"block-1", "block-2", "pool"}
+    assert score in read_events(run.events)
+    assert "bits/byte" in score_line(score)

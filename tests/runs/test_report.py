@@ -153,6 +153,17 @@ def test_needs_no_network_and_is_valid(kind: str, request: pytest.FixtureRequest
     )  # every placeholder has become a variable
 
 
+def test_scores_while_training_are_circles(fuse_run: Path, tmp_path: Path) -> None:
+    folder = _copy_with(fuse_run, tmp_path / "scored")
+    log = EventLog(folder / "events.jsonl")
+    for step in (5, 10):
+        steps, scores = {"1": step, "3": step}, {"block-1": 5.0, "pool": 4.0, "fused": 3.0}
+        log.write("score", scores=scores, steps=steps, bytes_per_token=1.0)
+    log.close()
+    assert "Circles: on the valid split." in _report(folder)[1].text
+    assert "Circles" not in _report(fuse_run)[1].text
+
+
 def test_same_run_same_bytes(fuse_run: Path) -> None:
     assert write_report(fuse_run).read_bytes() == write_report(fuse_run).read_bytes()
 

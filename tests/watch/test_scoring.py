@@ -20,6 +20,7 @@ from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.protocol.messages import BlockVersion
 from blocktrain.protocol.tensors import unpack
 from blocktrain.runs.prepare import prepare
+from blocktrain.terminal import score_line
 from blocktrain.watch.feed import EVENTS, Listener, read_events
 from blocktrain.watch.scorer import sample_cross_entropies
 from blocktrain.watch.scoring import ScoringThread
@@ -78,6 +79,9 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: T
         assert status.scores == scored["scores"]
         assert scored["versions"] == {str(block.block): block.version for block in status.blocks}
         assert scored["features"] == {"1": coordinator.run.history.features[2][0].version}
+        assert scored["steps"] == {str(block.block): block.steps for block in status.blocks}
+        assert scored["bytes_per_token"] == round(corpus.bytes_per_token, 4)
+        assert "bits/byte" in score_line(scored)
         assert scored["valid_bytes"] == len(corpus.valid) and scored["bytes_in"] == status.bytes_in
 
         first = scorer.process
@@ -86,6 +90,16 @@ def test_scores_are_those_of_evaluate(trained_run: WatchedCoordinator, corpus: T
     finally:
         scorer.close()
     until(lambda: not alive(first), "the end of the scorer")
+
+
+def test_scoring_may_begin_after_a_pause(tmp_path: Path) -> None:
+    coordinator = begin(tmp_path)
+    scorer = ScoringThread(coordinator, 256, pause=600, whole_run=False)
+    scorer.start()
+    scorer.settle(0.1)
+    assert scorer.process is None
+    scorer.close()
+    coordinator.close()
 
 
 def test_a_run_continues_when_its_scorer_fails(tmp_path: Path) -> None:

@@ -29,9 +29,10 @@ from blocktrain.cli.flags import (
     BeginFlags,
     Coordination,
     Json,
+    ScoreBytes,
+    ScoreSeconds,
     SettingsFlags,
     Token,
-    at_least,
     named_settings,
     named_text,
 )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 # A merge may hold the interpreter this long while a request waits; it yields many times.
 SWITCH_SECONDS = 0.0005
+SCORE_SECONDS = 10.0
 LAST_SCORE_SECONDS = 60.0  # --exit waits this long for the scores of the last versions
 
 
@@ -100,14 +102,8 @@ class CoordinatorFlags:
             negative=(),
         ),
     ] = False
-    score_bytes: Annotated[
-        int,
-        at_least(0),
-        Parameter(
-            help="Bytes of the valid part on which a second process scores new versions; "
-            "0 switches that off."
-        ),
-    ] = 65536
+    score_bytes: ScoreBytes = 65536
+    score_seconds: ScoreSeconds = SCORE_SECONDS
 
 
 class RunRequest(NamedTuple):
@@ -199,14 +195,18 @@ class RunningCoordinator:
             )
 
     def start(
-        self, request: RunRequest, score_bytes: int, warn: Callable[[str], None] = lambda _: None
+        self,
+        request: RunRequest,
+        score_bytes: int,
+        warn: Callable[[str], None] = lambda _: None,
+        score_seconds: float = SCORE_SECONDS,
     ) -> None:
         """Answer at once, prepare the run meanwhile, then close rounds and score versions."""
         from blocktrain.watch.scoring import ScoringThread
         from blocktrain.web.server import allow_connections
 
         allow_connections()
-        self._scorer = ScoringThread(self.coordinator, score_bytes, warn)
+        self._scorer = ScoringThread(self.coordinator, score_bytes, warn, score_seconds)
         self.server.start()
         if not self.coordinator.ready:
             _prepare(self.coordinator, *request)
@@ -346,7 +346,7 @@ def _serve(running: RunningCoordinator, request: RunRequest, flags: CoordinatorF
 
     server = running.server
     try:
-        running.start(request, flags.score_bytes, warn)
+        running.start(request, flags.score_bytes, warn, flags.score_seconds)
         lines = EventLines(running.coordinator, running.commands.pull)
         gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -437,15 +437,14 @@ class EventLines:
 
 def _line(event: dict[str, Any]) -> str:
     """A worker, a version or a score in one line."""
-    from blocktrain.terminal import amount
+    from blocktrain.terminal import amount, score_line
 
     if event["kind"] == "worker":
         device = f" ({event['device']})" if event["state"] == "joined" else ""
         return f"worker {event['name'] or event['worker'][:12]} {event['state']}{device}"
     moved = f"{amount(event['bytes_in'])} in, {amount(event['bytes_out'])} out"
     if event["kind"] == "score":
-        scores = ", ".join(f"{name} {ce:.4f}" for name, ce in event["scores"].items())
-        return f"valid CE {scores} ({moved})"
+        return f"{score_line(event)} ({moved})"
     loss = "" if event["loss"] is None else f", loss {event['loss']:.3f}"
     version = f"block {event['block']} version {event['version']}"
     return f"{version}: {event['steps']} steps{loss} ({moved})"

@@ -207,6 +207,19 @@ Track = Annotated[
         group=RARE_FLAGS,
     ),
 ]
+ScoreBytes = Annotated[
+    int,
+    at_least(0),
+    Parameter(
+        help="Bytes of the valid part on which a second process scores new versions while the run "
+        "goes on; 0 switches that off."
+    ),
+]
+ScoreSeconds = Annotated[
+    float,
+    at_least(0),
+    Parameter(help="Least seconds from one such score to the next."),
+]
 Yes = Annotated[bool, Parameter(negative=())]
 Json = Annotated[
     bool, Parameter(name="--json", help="Print the result as JSON on stdout.", negative=())

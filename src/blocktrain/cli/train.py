@@ -27,6 +27,8 @@ from blocktrain.cli.flags import (
     BeginFlags,
     EvalBytes,
     Json,
+    ScoreBytes,
+    ScoreSeconds,
     SettingsFlags,
     Threads,
     Track,
@@ -57,6 +59,8 @@ class TrainFlags:
     threads: Annotated[Threads, Parameter(group=RARE_FLAGS)] = 1
     eval_bytes: Annotated[EvalBytes, Parameter(group=RARE_FLAGS)] = None
     track: Track = ()
+    score_bytes: Annotated[ScoreBytes, Parameter(group=RARE_FLAGS)] = 65536
+    score_seconds: Annotated[ScoreSeconds, Parameter(group=RARE_FLAGS)] = 30.0
 
 
 def train(
@@ -139,7 +143,16 @@ def plan_training(settings: RunSettings, flags: TrainFlags) -> TrainingPlan:
     run, config, data, reference, origin = settings
     slots = max(1, cores() // flags.threads)
     plan = TrainingPlan(
-        run, config, source(data), reference, slots, flags.threads, flags.eval_bytes, origin
+        run,
+        config,
+        source(data),
+        reference,
+        slots,
+        flags.threads,
+        flags.eval_bytes,
+        origin,
+        flags.score_bytes,
+        flags.score_seconds,
     )
     plan.eval_corpus().require(config.context, "valid", advice=EVAL_ADVICE)
     return plan

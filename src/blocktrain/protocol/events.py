@@ -119,6 +119,10 @@ class VersionsScored(RunEvent):
     """Cross entropy on the valid part, by what was scored: block-1, pool, fused."""
     versions: dict[str, int] = Field(default_factory=dict)
     features: dict[str, int] = Field(default_factory=dict)
+    steps: dict[str, int] = Field(default_factory=dict)
+    """Steps that each block has made."""
+    bytes_per_token: float = 1.0
+    """Of the valid part: nats per token / bytes per token / ln 2 are bits per byte."""
     valid_bytes: int = 0
     seconds: float = 0.0
     bytes_in: int = 0

@@ -25,10 +25,12 @@ from blocktrain.runs.local_worker import LocalWorker, work
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import compose_run
 from blocktrain.runs.reference import TrainingPlan, train_reference
-from blocktrain.watch.feed import EventLog
+from blocktrain.watch.feed import EventLog, Listener
+from blocktrain.watch.scoring import ScoringThread
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 
 TASK_STEPS = 50  # of a task: what is trained again after a crash
+SCORE_SHARE = 0.03  # of the time of a run, at most, for scores of the valid part
 
 
 def train_blocks(
@@ -47,8 +49,15 @@ def train_blocks(
     nats = (
         math.log(2) * corpus.train_bytes / corpus.index.train_tokens
     )  # per token, of a bit a byte
+    scores = Listener(kinds=("score",))
+
+    def pass_scores() -> None:
+        for event in scores.take():
+            fields = {k: v for k, v in event.value.items() if k not in ("seq", "time", "kind")}
+            on_event(log.write("score", **fields))
 
     def on_message(name: str, message: dict[str, Any]) -> None:
+        pass_scores()
         block, kind = message.pop("block", REFERENCE), message.pop("kind")
         if kind == "step":
             message["bits_per_byte"] = round(message["loss"] / nats, 5)
@@ -71,7 +80,9 @@ def train_blocks(
                 steps=plan.config.steps,
             )
             on_event(start)
-            _run_jobs(plan, coordinator, on_message, warn, stopped)
+            with _scoring(plan, coordinator, scores, warn):
+                _run_jobs(plan, coordinator, on_message, warn, stopped)
+            pass_scores()
             if not coordinator.finished:
                 raise RunError(
                     "the workers ended before the run was finished; continue with --resume"
@@ -79,6 +90,33 @@ def train_blocks(
             _publish_all(plan, coordinator)
         finally:
             log.close()
+
+
+@contextmanager
+def _scoring(
+    plan: TrainingPlan,
+    coordinator: WatchedCoordinator,
+    listener: Listener,
+    warn: Callable[[str], None],
+) -> Iterator[None]:
+    """Score the valid part now and then, while the blocks are trained."""
+    if not plan.score_bytes or coordinator.finished:
+        yield
+        return
+    coordinator.feed.listen(listener)
+    scoring = ScoringThread(
+        coordinator,
+        plan.score_bytes,
+        warn,
+        plan.score_seconds,
+        share=SCORE_SHARE,
+        whole_run=False,
+    )
+    scoring.start()
+    try:
+        yield
+    finally:
+        scoring.close()
 
 
 def _run_jobs(

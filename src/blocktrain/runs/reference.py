@@ -20,6 +20,7 @@ from blocktrain.worker.speed import SpeedMeter
 
 CHECKPOINT_SECONDS = 20.0
 REPORT_SECONDS = 0.2
+SCORE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class TrainingPlan:
     threads: int = THREADS  # of each process, and of the evaluation at the end
     eval_bytes: int | None = None  # evaluate on the beginning of the valid part only
     origin: Origin | None = None  # the run that this one goes on from
+    score_bytes: int = 0  # of the valid part, scored while training; 0: none
+    score_seconds: float = SCORE_SECONDS  # between two scores, at least
 
     def corpus(self) -> TokenCorpus:
         """The tokens that the model reads."""

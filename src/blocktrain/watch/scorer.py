@@ -79,7 +79,12 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         )
     except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
-    return {"scores": scores, "valid_bytes": count, "seconds": round(time.monotonic() - began, 3)}
+    return {
+        "scores": scores,
+        "valid_bytes": count,
+        "bytes_per_token": round(corpus.bytes_per_token, 4),
+        "seconds": round(time.monotonic() - began, 3),
+    }
 
 
 def score(

@@ -18,29 +18,31 @@ from blocktrain.watch.feed import Listener
 from blocktrain.watch.server import WatchedCoordinator
 
 MODULE = "blocktrain.watch.scorer"
-PAUSE_SECONDS = 10.0
-PAUSE_FACTOR = 5  # of the time that the last scoring took
+SHARE = 1 / 6  # of the time that scoring may take, at most
 MAX_FAILURES = 3  # in a row, before scoring is given up
 
 ScoreRequest = dict[str, Any]
 
 
 class ScoringThread:
-    """Scores at once, then new versions with pauses in between, then the finished run."""
+    """Scores at once, then new versions with pauses in between, then the finished run.
+
+    `share` is the part of the time that it takes, at most. Without `whole_run` it begins after a
+    pause, and leaves out the finished run, which is evaluated anyway.
+    """
 
     def __init__(
         self,
         coordinator: WatchedCoordinator,
         score_bytes: int,
         report: Callable[[str], None] = lambda _: None,
-        pause: float = PAUSE_SECONDS,
+        pause: float = 10.0,
+        *,
+        share: float = SHARE,
+        whole_run: bool = True,
     ) -> None:
-        self._coordinator, self._bytes, self._report, self._pause = (
-            coordinator,
-            score_bytes,
-            report,
-            pause,
-        )
+        self._coordinator, self._bytes, self._report = coordinator, score_bytes, report
+        self._pause, self._share, self._whole_run = pause, share, whole_run
         self._news, self._settled, self._stopped = threading.Event(), threading.Event(), False
         self._listener = Listener(self._news.set, kinds=("version", "finish"))
         self._child: subprocess.Popen[str] | None = None
@@ -74,7 +76,7 @@ class ScoringThread:
             self._thread.join(5)
 
     def _work(self) -> None:
-        due, failures = 0.0, 0
+        due, failures = 0.0 if self._whole_run else time.monotonic() + self._pause, 0
         scored: list[str] | None = None
         try:
             while (request := self._next(due, scored)) is not None:
@@ -90,7 +92,8 @@ class ScoringThread:
                     scored = None
                 else:
                     self._coordinator.feed.put("score", **answer, **request["event"])
-                due = time.monotonic() + max(self._pause, PAUSE_FACTOR * (time.monotonic() - began))
+                took = time.monotonic() - began
+                due = time.monotonic() + max(self._pause, took / self._share - took)
         except BlockTrainError:
             pass  # the run is being closed
         finally:
@@ -102,6 +105,8 @@ class ScoringThread:
             self._news.clear()
             self._listener.take()
             over = self._coordinator.finished is not None
+            if over and not self._whole_run:
+                return None
             delay = due - time.monotonic()
             if delay > 0 and not over:
                 self._news.wait(delay)
@@ -122,6 +127,7 @@ class ScoringThread:
         bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {
             "versions": {str(version.block): version.version for version in newest},
+            "steps": {str(block): state.steps for block, state in run.state.blocks.items()},
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
         }
