@@ -22,7 +22,7 @@ class LocalChannel:
         self._on_message(self._name, message)
 
 
-def run_here(jobs: Iterable[Job], slots: int, on_message: OnMessage) -> None:
+def run_here(jobs: Iterable[Job], slots: int, on_message: OnMessage, **_: Any) -> None:
     """In place of `processes.run_jobs`: one job after another."""
     for job in jobs:
         job.work(LocalChannel(job.name, on_message), *job.arguments)
