@@ -28,10 +28,12 @@ from blocktrain.learning.tokenizer import load_tokenizer, tokenizer_of
 from blocktrain.learning.vocabulary import settings_with, train_bpe
 from blocktrain.runs.folder import RunFolder, load_model, seal
 from blocktrain.runs.huggingface.export import export_run
+from blocktrain.runs.huggingface.tokenizer import pad_id, write_tokenizer
 from blocktrain.runs.huggingface.weights import write_weights
 from conftest import random_model, tiny_config, write_text
 from support.command import blocktrain
 from support.serving import saved
+from support.tokenizer_files import byte_level, edited, metaspace, sentencepiece
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "support" / "load_export.py"
@@ -73,11 +75,10 @@ def expectations(folder: Path) -> dict[str, Any]:
 
 def test_transformers_loads_an_export_without_blocktrain(tmp_path: Path) -> None:
     bpe = load_tokenizer(train_bpe(write_text(200, seed=3).encode(), 300))
+    fused = tiny_config(tokenizer="bpe:300", embedding="shared")
     models = {
-        "bytes": random_model(tiny_config()),
-        "bpe": random_model(
-            settings_with(tiny_config(tokenizer="bpe:300", embedding="shared"), bpe)
-        ),
+        "bytes": random_model(tiny_config(compose="pool")),
+        "bpe": random_model(settings_with(fused, bpe)),
     }
     for name, model in models.items():
         run = save_run(tmp_path / f"{name}-run", model)
@@ -252,3 +253,28 @@ def test_the_command_says_where_the_folder_is(run: Path, tmp_path: Path) -> None
     assert done.returncode == 2 and done.stdout == ""
     sentence = "blocktrain: run/hf is there already; name a new folder with --out"
     assert done.stderr.strip() == sentence
+
+
+def with_strip() -> bytes:
+    """As Llama's: what is written loses the space that was put in front."""
+    decoder = json.loads(sentencepiece())["decoder"]
+    decoder["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return edited(sentencepiece(), decoder=decoder)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece, metaspace, with_strip])
+def test_the_tokenizer_of_an_export_is_that_of_the_run(
+    make: Callable[[], bytes], tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = load_tokenizer(make())
+    write_tokenizer(tokenizer, 16, tmp_path)
+    exported: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in (*TEXTS, " space in front", "<|endoftext|> </s> <0x41> as text", "  two"):
+        ids = exported(text).input_ids
+        assert ids == tokenizer.encode(text.encode()).tolist(), text
+        assert exported.decode(ids) == tokenizer.decode(ids).decode(), text
+    assert exported.eos_token_id == tokenizer.end_of_text
+    assert exported.pad_token_id == pad_id(tokenizer)
+    assert exported(["a", "a b c d"], padding=True).attention_mask[0][0] == 0
