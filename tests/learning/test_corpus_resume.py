@@ -79,11 +79,11 @@ def test_a_killed_process_goes_on_to_the_same_hashes(
         [path] = (tmp_path / "tokenizers").iterdir()
         tokenizer, file = resolve_tokenizer(str(path), list, tmp_path), str(path)
     whole = Source(str(texts), None, tmp_path / "whole").open(tokenizer, shard_tokens=SHARD)
-    cache, kills = tmp_path / "cut", 0
+    cache, kills, every = tmp_path / "cut", 0, 1 + len(whole.index.sources[0].shards) // 5
     for _ in range(100):
         before = committed(cache)
         process = prepare(texts, cache, file, pause=0.02)
-        while process.poll() is None and committed(cache) < before + 6:
+        while process.poll() is None and committed(cache) < before + every:
             time.sleep(0.005)
         if process.poll() is not None:
             break
