@@ -113,7 +113,9 @@ class StatusView:
         if status.refusals:
             yield "refused: " + ", ".join(f"{n} x {code}" for code, n in status.refusals.items())
         if status.scores:
-            yield "valid CE: " + ", ".join(f"{n} {ce:.4f}" for n, ce in status.scores.items())
+            bits = ", ".join(f"{name} {b:.4f}" for name, b in status.bits_per_byte.items())
+            nats = ", ".join(f"{name} {ce:.4f}" for name, ce in status.scores.items())
+            yield f"valid: {bits} bits/byte ({nats} nats/token)"
 
 
 def _table(rows: Sequence[Any], columns: Sequence[Column], width: int) -> Table:

@@ -116,7 +116,7 @@ class VersionPublished(RunEvent):
 
 class VersionsScored(RunEvent):
     scores: dict[str, float] = Field(default_factory=dict)
-    """Cross entropy on the valid part, by what was scored: block-1, pool, fused."""
+    """Nats per token on the valid part, by what was scored: block-1, pool, fused."""
     versions: dict[str, int] = Field(default_factory=dict)
     features: dict[str, int] = Field(default_factory=dict)
     steps: dict[str, int] = Field(default_factory=dict)

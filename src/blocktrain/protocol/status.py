@@ -120,6 +120,8 @@ class Status(Traffic):
     """All that are here, then as many of the others as there is room for."""
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, LossValue] = Field(default_factory=dict)
-    """Cross entropy on the valid part by what was scored: block-1, pool, fused."""
+    """Nats per token on the valid part by what was scored: block-1, pool, fused."""
+    bits_per_byte: dict[Name, LossValue] = Field(default_factory=dict)
+    """The same, so that runs of different tokenizers compare."""
     scores_seconds: Seconds | None = None
     """Since they were computed."""

@@ -226,7 +226,8 @@ class Feed:
         self.drop_count = 0  # events that are not in the log
         self.problem = ""  # why, for people
         self.states: dict[str, str] = {}  # by worker: its last reported state
-        self.scores: dict[str, float] = {}  # the newest
+        self.scores: dict[str, float] = {}  # the newest, in nats per token
+        self.bytes_per_token = 1.0
         self.scores_time: float | None = None  # when, in seconds since 1970
         self._path = path
         if path is not None:
@@ -249,6 +250,7 @@ class Feed:
             self.states[value.get("worker", "")] = value.get("state", "")
         elif value["kind"] == "score":
             self.scores, self.scores_time = dict(value.get("scores", {})), float(value["time"])
+            self.bytes_per_token = float(value.get("bytes_per_token", 1.0))
 
     def _drop(self, error: OSError) -> None:
         self.drop_count += 1

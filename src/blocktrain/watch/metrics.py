@@ -148,11 +148,17 @@ def _whole(status: Status) -> Iterator[Metric]:
         refusals.add_metric((code,), count)
     yield refusals
     scores = GaugeMetricFamily(
-        "blocktrain_score", "Cross entropy on the valid part, nats per byte.", labels=("model",)
+        "blocktrain_score", "Cross entropy on the valid part, nats per token.", labels=("model",)
     )
     for name, ce in status.scores.items():
         scores.add_metric((name,), ce)
     yield scores
+    bits = GaugeMetricFamily(
+        "blocktrain_score_bits_per_byte", "The same in bits per byte.", labels=("model",)
+    )
+    for name, value in status.bits_per_byte.items():
+        bits.add_metric((name,), value)
+    yield bits
 
 
 _OF_A_BLOCK: tuple[

@@ -95,11 +95,11 @@ def score(
     features: Names,
     limit: int,
 ) -> tuple[dict[str, float], int]:
-    """Cross entropies by name on about `limit` bytes of the valid part, and how many they were.
+    """Nats per token by name on about `limit` bytes of the valid part, and how many they were.
 
     `features` are the blocks that the newest fusion block was trained on, and works with.
     """
-    fusion = str(config.fusion)
+    fusion, tokens = str(config.fusion), int(limit / corpus.bytes_per_token)
     own = {number: name for number, name in newest.items() if number != fusion}
     model = _model(config, blobs, own)
     fused = _model(config, blobs, {**features, fusion: newest[fusion]}) if features else None
@@ -109,18 +109,17 @@ def score(
     if config.predicts_without_noise:
         model.pool_weights = fit_pool_weights(model, corpus.calibration, limit=FIT_BYTES)
     for predict in model.composition.quick_predictors(model, seed=config.seed):
-        entropies |= sample_cross_entropies(predict, corpus.valid, config.context, limit)
+        entropies |= sample_cross_entropies(predict, corpus.valid, config.context, tokens)
     if fused is not None:
         for predict in fused.composition.quick_predictors(fused, seed=config.seed):
-            scores = sample_cross_entropies(predict, corpus.valid, config.context, limit)
+            scores = sample_cross_entropies(predict, corpus.valid, config.context, tokens)
             entropies[config.compose] = scores[config.compose]
     named = {
         name.replace("block_", "block-").replace("fuse", "fused"): ce
         for name, ce in entropies.items()
     }
-    return {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}, min(
-        limit, len(corpus.valid)
-    )
+    scores = {name: round(ce, 5) for name, ce in named.items() if math.isfinite(ce)}
+    return scores, min(limit, corpus.valid_bytes)
 
 
 def _model(config: Config, blobs: BlobReader, names: Names) -> Model:

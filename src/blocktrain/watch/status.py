@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any, Literal
@@ -54,6 +55,10 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
         ),
         refusals={Code(code): count for code, count in sorted(run.refusals.items())},
         scores=feed.scores,
+        bits_per_byte={
+            name: round(nats / math.log(2) / feed.bytes_per_token, 5)
+            for name, nats in feed.scores.items()
+        },
         scores_seconds=None
         if feed.scores_time is None
         else max(0.0, time.time() - feed.scores_time),

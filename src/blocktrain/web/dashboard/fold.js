@@ -26,6 +26,7 @@ export function begin() {
     loss: new Map(), // curve by block
     scores: new Map(), // curve by what was scored: block-1, pool, fused
     scored: null, // unix seconds of the newest score
+    bytesPerToken: 1, // of the text that is scored
     pace: [], // [time, share of the budget]
     feed: [], // newest last
     feedCount: 0, // events that were ever in the feed
@@ -145,6 +146,7 @@ const FOLDS = {
   score(state, e) {
     addTraffic(state, e);
     state.scored = numberOr(e.time, state.scored);
+    state.bytesPerToken = numberOr(e.bytes_per_token, state.bytesPerToken);
     const versions = Object.entries(e.versions ?? {}).map(([index, version]) => [Number(index), version]);
     const steps = new Map(
       versions.map(([index, version]) => [index, blockOf(state, index).stepsAt.get(version) ?? blockOf(state, index).steps]),

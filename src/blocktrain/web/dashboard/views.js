@@ -121,7 +121,7 @@ function figures(state, now) {
   const score = (name) => (state.scores.has(name) ? curveGain(state.scores.get(name)) : null);
   const [pool, fused] = [score("pool"), score("fused")];
   const scoredAgo = state.scored == null ? "" : ` · scored ${ago(now - state.scored)}`;
-  const note = (score) => (score ? `${nats(score.now / Math.LN2)} bits per byte${scoredAgo}` : "not scored yet");
+  const note = (score) => (score ? `${nats(score.now / Math.LN2 / state.bytesPerToken)} bits per byte${scoredAgo}` : "not scored yet");
   const best = runGain(state);
   const refused = [...state.refusals.values()].reduce((sum, refusal) => sum + refusal.count, 0);
   const accepted = [...state.blocks.values()].reduce((sum, block) => sum + block.accepted, 0);
@@ -148,7 +148,7 @@ function figures(state, now) {
       note: best?.gain == null ? "needs two scores" : `${change(best.gain)} since the first score`,
     },
     { name: "Moved", value: bytes(moved), note: `${bytes(state.bytesIn)} in · ${bytes(state.bytesOut)} out` },
-    { name: "Tokens trained on", value: short(tokens), note: "bytes of text, all blocks" },
+    { name: "Tokens trained on", value: short(tokens), note: "by all blocks together" },
     {
       name: "Workers",
       value: count(here),
