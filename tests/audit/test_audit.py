@@ -156,6 +156,9 @@ class Forged:
     def blob(self, blob: Blob) -> bytes:
         return self.folder.blob(blob)
 
+    def verify(self, blob: Blob) -> None:
+        self.folder.verify(blob)
+
 
 def forge(folder: Path, *changes: Change) -> Forged:
     source = open_folder(folder)
@@ -242,6 +245,16 @@ def lease_again(told: list[tuple[str, Body]]) -> None:
     )
 
 
+def read_again(told: list[tuple[str, Body]]) -> None:
+    """Two tasks of a block get the same batches."""
+    orders = [body["order"] for kind, body in told if kind in ("lease", "update")]
+    one, other = sorted({o["task"] for o in orders if o["block"] == orders[0]["block"]})[:2]
+    same = next(order for order in orders if order["task"] == one)
+    for order in orders:
+        if order["task"] == other:
+            order["position"], order["shards"] = same["position"], same["shards"]
+
+
 def reverse(told: list[tuple[str, Body]]) -> None:
     nth(told, "version")["parts"].reverse()
 
@@ -315,6 +328,13 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
         lambda told: nth(told, "lease").pop("fence"),
         {"malformed", "lease", "corpus"},
     ),
+    "a task with other shards": (
+        put("lease", 0, "order", "shards", [{"sha256": "0" * 64, "length": 1}]),
+        {"corpus", "lease"},
+    ),
+    "a task that leaves text out": (put("lease", 0, "order", "position", 9), {"corpus", "lease"}),
+    "text that is read twice": (read_again, {"corpus"}),
+    "another index": (put("run", 0, "corpus", "index", "sha256", "0" * 64), {"blob"}),
     "another fingerprint": (put("run", 0, "fingerprint", "0" * 64), {"run"}),
     "no beginning": (without("run"), {"run", "sequence"}),
 }
@@ -324,6 +344,17 @@ FAULTS: dict[str, tuple[Change, set[str]]] = {
 def test_every_fault_is_found(folder: Path, fault: str) -> None:
     change, expected = FAULTS[fault]
     assert names(forge(folder, change)) == expected
+
+
+def test_a_damaged_shard_is_found(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    shard = next((tmp_path / "copy" / "blobs" / "linked").iterdir())
+    content = shard.read_bytes()
+    for wrong in (content[::-1], content[:-1]):
+        shard.write_bytes(wrong)
+        found = audit(open_folder(tmp_path / "copy")).findings
+        assert [finding.name for finding in found] == ["corpus"]
+        assert f"shard {shard.name} of the corpus is missing or damaged" in found[0].sentence
 
 
 def test_an_entry_that_repeats_another_is_found(folder: Path) -> None:

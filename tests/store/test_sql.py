@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,17 @@ def test_no_torch_in_the_control_plane() -> None:
         ).returncode
         == 0
     )
+
+
+def test_files_of_another_disk_are_copied(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=Path("/dev/shm")) as folder:
+        path = Path(folder) / "shard.tok"
+        path.write_bytes(b"x" * 100)
+        if path.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("there is only one disk")
+        store = open_store(tmp_path / "s")
+        store.blobs.link({sha256(b"x" * 100): path})
+        store.close()
+    reader = open_store(tmp_path / "s")
+    assert reader.blobs.read(sha256(b"x" * 100)) == b"x" * 100
+    reader.close()

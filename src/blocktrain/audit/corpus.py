@@ -40,7 +40,7 @@ class CorpusCheck:
         for number, shard in enumerate(shards, start=1):
             try:
                 blob = Blob(sha256=shard.sha256, length=self.index.file_bytes(shard))
-                read_verified(source, blob)
+                source.verify(blob)
             except Damaged as error:
                 yield f"shard {shard.sha256} of the corpus is missing or damaged: {error}"
             progress("shards", number, len(shards))

@@ -78,6 +78,9 @@ class EvidenceSource(Protocol):
     def blob(self, blob: Blob) -> bytes:
         """The bytes under a name; Damaged if there are none."""
 
+    def verify(self, blob: Blob) -> None:
+        """Damaged, unless the bytes under a name are those of the name. They may be many."""
+
 
 @dataclass(frozen=True)
 class FolderSource:
@@ -94,6 +97,13 @@ class FolderSource:
     def blob(self, blob: Blob) -> bytes:
         """The bytes under a name."""
         return b"".join(read_blobs(self.path).pieces(blob.sha256))
+
+    def verify(self, blob: Blob) -> None:
+        """In pieces."""
+        blobs = read_blobs(self.path)
+        if blobs.size(blob.sha256) != blob.length:
+            raise Damaged(f"the blob {blob.sha256} has another size than {blob.length} bytes")
+        blobs.verify(blob.sha256)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,10 @@ class RemoteSource:
         if len(content) == blob.length:
             path.write_bytes(content)
         return bytes(content)
+
+    def verify(self, blob: Blob) -> None:
+        """After it was fetched."""
+        read_verified(self, blob)
 
 
 def require_protocol(record: RunRecord) -> None:

@@ -6,6 +6,7 @@ each must be there with its size. Its hash is checked when it is first sent.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from blocktrain.config import Config
@@ -61,8 +62,9 @@ class RunCorpus:
         self.names = frozenset(shard.sha256 for shard in self.index.shards)
         self._orders: dict[int, SequenceOrder] = {}  # by block
         self._intact: set[str] = set()
+        self.shards = lru_cache(64)(self._shards)  # a task may be asked for more than once
 
-    def shards(self, block: int, first: int, end: int) -> tuple[Blob, ...]:
+    def _shards(self, block: int, first: int, end: int) -> tuple[Blob, ...]:
         """The shards that these batches of a block's order are in."""
         order = self._orders.get(block)
         if order is None:
