@@ -36,7 +36,7 @@ SHORT_BENCHES: dict[str, list[str]] = {
     "memory": [],
     "step": ["--repeats", "3"],
 }  # the others have tests of their own
-ALONE = ("plan", "train", "evaluate", "generate", "export", "push", "doctor", "bench")
+ALONE = ("plan", "train", "data", "evaluate", "generate", "export", "push", "doctor", "bench")
 TOGETHER = (
     "coordinator",
     "worker",
@@ -95,6 +95,10 @@ def new_desk(desk: Path) -> Path:
         (desk / name).write_text(text)
     shutil.copy(ROOT / "docs" / "guides" / "fleet.toml", desk)
     (desk / "prompts.txt").write_text("note 1\nnote 2\n")
+    (desk / "mix.toml").write_text(
+        '[[source]]\ndata = "my-notes.txt"\nweight = 0.7\n'
+        '[[source]]\ndata = "data/wikitext-2"\nweight = 0.3\n'
+    )
     return desk
 
 

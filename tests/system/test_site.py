@@ -102,7 +102,11 @@ def slug(heading: str) -> str:
 
 def test_links_of_the_sources_lead_to_files_and_anchors() -> None:
     """Read on a code host or in an editor, not as a site."""
-    made = {"docs/reference", "docs/notebooks", *(f"docs/{name}.md" for name in ("changelog", "contributing"))}
+    made = {
+        "docs/reference",
+        "docs/notebooks",
+        *(f"docs/{name}.md" for name in ("changelog", "contributing")),
+    }
     broken = []
     sources = [
         *ROOT.glob("*.md"),

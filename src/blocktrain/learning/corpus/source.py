@@ -118,8 +118,8 @@ class Source:
             ]
         if self.spec and is_prepared(Path(self.spec)):
             raise CorpusError(
-                f"{self.spec} is a prepared corpus and has no text any more; "
-                f"use it alone, with the tokenizer that it was prepared with"
+                f"{self.spec} is a prepared corpus and has no text any more: use it alone, with "
+                f"--tokenizer {_own_tokenizer(open_prepared(Path(self.spec)))}"
             )
         train, valid = _inputs(self.spec, self.data_dir, self.cache_dir)
         if not any(entry.file.size for entry in train):
@@ -142,11 +142,15 @@ def _key(texts: Sequence[SourceText], tokenizer: Tokenizer, shard_tokens: int) -
 def _require_tokenizer(corpus: TokenCorpus, tokenizer: Tokenizer) -> TokenCorpus:
     if corpus.index.tokenizer == tokenizer_hash(tokenizer):
         return corpus
-    own = corpus.folder / "tokenizer.json"
     raise CorpusError(
         f"{corpus.folder} was prepared with another tokenizer than {tokenizer.name}; use "
-        f"--tokenizer {own if corpus.index.tokenizer else 'bytes'}, or prepare the text again"
+        f"--tokenizer {_own_tokenizer(corpus)}, or prepare the text again"
     )
+
+
+def _own_tokenizer(corpus: TokenCorpus) -> str:
+    """As the setting names it."""
+    return str(corpus.folder / "tokenizer.json") if corpus.index.tokenizer else "bytes"
 
 
 def training_text(source: Source, limit: int = SAMPLE_BYTES) -> Iterator[bytes]:
