@@ -232,6 +232,8 @@ def test_prompts_are_followed_by_what_really_follows() -> None:
     text = torch.arange(100, dtype=torch.uint8).numpy()
     for prompt in take_prompts(text, 3, 10, 20):
         assert prompt.text + prompt.real == bytes(range(prompt.text[0], prompt.text[0] + 30))
+    with pytest.raises(ConfigError, match="give it a run of tokenizer=bytes"):
+        take_prompts(text.astype("u2"), 3, 10, 20)
 
 
 def test_the_cost_model_knows_what_a_line_costs() -> None:

@@ -16,9 +16,9 @@ from typing import Literal
 from torch import Tensor
 
 from blocktrain.bench.machine import BenchResult
-from blocktrain.errors import BlockTrainError
+from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.learning.generate import Mode, Picker, Sampler, Text, Tokens, common_prefix
-from blocktrain.learning.tokenizer import Bytes
+from blocktrain.learning.tokenizer import Ids
 from blocktrain.protocol import frames
 from blocktrain.serving.entry.answer import Request, Stats
 from blocktrain.serving.entry.entry import Entry
@@ -37,8 +37,10 @@ class Prompt:
     seed: int
 
 
-def take_prompts(valid: Bytes, count: int, size: int, output: int, seed: int = 0) -> list[Prompt]:
-    """Pieces from all over the text."""
+def take_prompts(valid: Ids, count: int, size: int, output: int, seed: int = 0) -> list[Prompt]:
+    """Pieces from all over a text whose tokens are bytes: figures are per byte of text."""
+    if valid.dtype.itemsize > 1:
+        raise ConfigError("this bench compares bytes: give it a run of tokenizer=bytes")
     starts = [i * (len(valid) - size - output) // count for i in range(count)]
     return [
         Prompt(bytes(valid[s : s + size]), bytes(valid[s + size : s + size + output]), seed + i)
