@@ -12,7 +12,7 @@ def test_a_corpus_of_many_shards(tmp_path: Path) -> None:
     options = CorpusOptions(tmp_path / "bench", gigabytes=0.004, shard_tokens=1 << 16)
     result = measure_corpus(options)
     small, large = result["rows"]
-    assert (small["shards"], large["shards"]) == (17, 63)
+    assert 10 < small["shards"] < large["shards"] / 3
     for row in (small, large):
         assert 1 <= row["first_task_shards"] <= 2 and row["worker_shards"] <= 5
         assert row["coordinator_mb"] < 300

@@ -283,11 +283,6 @@ class Coordinator:
         self._public_blob(name)
         return self.run.store.blobs.size(name)
 
-    def export_blob(self, name: str, target: Path) -> None:
-        """Make a file of a public blob, without a copy where that is possible."""
-        self._public_blob(name)
-        self.run.store.blobs.export(name, target)
-
     def _public_blob(self, name: str) -> int:
         """The block that a public blob belongs to. One of the corpus is known to be intact."""
         with self._lock_run() as run:

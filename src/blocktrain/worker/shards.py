@@ -34,7 +34,7 @@ from blocktrain.terminal import amount
 from blocktrain.worker.session import pause
 
 CACHE_LIMIT = 20 * 10**9  # bytes
-OPEN_SHARDS = 64  # at a time, and one of each source: an order reads one shard after another
+OPEN_SHARDS = 4  # at a time, and one of each source: an order reads one shard after another
 WAIT_SECONDS = 0.1  # between two looks at a shard that another worker fetches
 SUFFIX, PARTIAL, ROOM = ".tok", ".tok.partial", ".room"
 
