@@ -10,6 +10,7 @@ from blocktrain.runs.fleet import FleetMachine
 from blocktrain.shapes import model_parameters
 from blocktrain.sizes import SIZES, make_sized_config
 from support.command import blocktrain
+from support.tokenizer_files import byte_level
 
 FLEET = """
 [[machine]]
@@ -75,3 +76,14 @@ def test_the_guide_shows_what_plan_prints() -> None:
 def test_the_guide_names_all_devices_and_keys() -> None:
     for name in (*DEVICES, *FleetMachine.model_fields):
         assert f"`{name}`" in GUIDE.read_text()
+
+
+def test_a_vocabulary_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(byte_level(400))
+    words = ["plan", "--tokenizer", "tokenizer.json", "--json"]
+    plain, sized = (
+        json.loads(blocktrain(*words, *more, cwd=tmp_path).stdout)
+        for more in ([], ["--size", "10M"])
+    )
+    assert plain["settings"]["vocabulary"] == sized["settings"]["vocabulary"] > 256
+    assert abs(sized["parameters"] - 10e6) < 1e6

@@ -36,13 +36,18 @@ def read_config(settings: dict[str, Any], preset: str | None = None) -> Config:
     tokenizer = settings.get("tokenizer")
     if settings.get("size") and isinstance(tokenizer, str):
         make_sized_config({"tokenizer": tokenizer})  # a name that makes sense
-        if tokenizer not in TOKENIZERS and bpe_size(tokenizer) is None:
-            from blocktrain.learning.vocabulary import resolve_tokenizer
-
-            # Its file says how large the vocabulary is, and so how wide the model can be.
-            vocabulary = resolve_tokenizer(tokenizer, lambda: (), cache_folder()).vocabulary
+        if vocabulary := vocabulary_in_file(tokenizer):  # how wide the model can be
             settings = {"vocabulary": vocabulary, **settings}
     return make_sized_config(settings, preset)
+
+
+def vocabulary_in_file(tokenizer: str) -> int | None:
+    """The size of a vocabulary that the tokenizer's name does not tell."""
+    if tokenizer in TOKENIZERS or bpe_size(tokenizer) is not None:
+        return None
+    from blocktrain.learning.vocabulary import resolve_tokenizer
+
+    return resolve_tokenizer(tokenizer, lambda: (), cache_folder()).vocabulary
 
 
 def source(data: str) -> Source:

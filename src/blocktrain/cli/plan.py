@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from blocktrain.cli.coordinator import read_request
+from blocktrain.cli.environment import vocabulary_in_file
 from blocktrain.cli.flags import BeginFlags, Coordination, Json, SettingsFlags, named_settings
 from blocktrain.devices import DEVICES
 from blocktrain.errors import ConfigError
@@ -52,7 +53,10 @@ def plan(
     request = read_request(
         config, BeginFlags(), named_settings(settings), named_settings(coordination)
     )
-    result = make_plan(request.config, request.policy, machines)
+    chosen = request.config
+    if vocabulary := vocabulary_in_file(chosen.tokenizer):
+        chosen = chosen.replace(vocabulary=vocabulary)
+    result = make_plan(chosen, request.policy, machines)
     if json_:
         print(json.dumps(result.as_dict()))
     else:
