@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from blocktrain.cli.app import app
 from blocktrain.cli.generate import TextFlags, generate
 from blocktrain.config import TOKENIZERS
 from blocktrain.errors import ConfigError
@@ -134,6 +135,11 @@ def test_files_that_hold_no_prompts(
     (tmp_path / "prompts").write_bytes(content)
     with pytest.raises(ConfigError, match=sentence):
         generate(run, prompts=str(tmp_path / "prompts"), flags=TextFlags(max_tokens=1))
+
+
+def test_a_hyphen_is_stdin_on_the_command_line_too() -> None:
+    _, bound, _ = app.parse_args(["generate", "run", "--prompts", "-", "--json"])
+    assert bound.arguments["prompts"] == "-" and bound.arguments["json_"] is True
 
 
 def test_wrong_flags(run: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def generate(
     prompt: Annotated[
         str | None, Parameter(show_default=lambda _: "a line break", allow_leading_hyphen=True)
     ] = None,
-    prompts: str = "",
+    prompts: Annotated[str, Parameter(show_default=False, allow_leading_hyphen=True)] = "",
     flags: Annotated[TextFlags | None, Parameter(name="*")] = None,
     device: DeviceName = "cpu",
     threads: Threads = 1,
