@@ -110,6 +110,15 @@ def test_a_damaged_shard_is_refused_with_its_name(tmp_path: Path) -> None:
         TokenCorpus(corpus.index, corpus.folder).open(corpus.index.valid[0])
 
 
+def test_a_damaged_index_is_made_again_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(numbered_lines(2000))
+    corpus = open_corpus(tmp_path / "text.txt", tmp_path)
+    (corpus.folder / "index.json").write_bytes(b"{}")
+    with pytest.raises(CorpusError, match=r"the index of the corpus is damaged.*delete it"):
+        open_corpus(corpus.folder, tmp_path)
+    assert open_corpus(tmp_path / "text.txt", tmp_path).index == corpus.index
+
+
 def test_a_folder_with_its_own_split_keeps_it(corpus: TokenCorpus, corpus_folder: Path) -> None:
     train, calibration, valid = parts(corpus)
     assert train + calibration == (corpus_folder / "train.txt").read_bytes()

@@ -128,6 +128,15 @@ def test_what_cannot_be_read_is_one_sentence_with_its_file(name: str, tmp_path: 
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
+def test_a_window_larger_than_memory_should_be_is_refused(tmp_path: Path) -> None:
+    options = {int(zstd.CompressionParameter.window_log): 28}
+    compressor = zstd.ZstdCompressor(options=options)  # the size is not known, so it is not less
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(compressor.compress(WHOLE) + compressor.flush())
+    with pytest.raises(CorpusError, match="needs more than 128 MiB to be decompressed"):
+        open_corpus(path, tmp_path)
+
+
 def test_columns_of_a_table(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", "body")
     with pytest.raises(CorpusError, match=r"no column 'text'; there are: id, body\. Name one"):

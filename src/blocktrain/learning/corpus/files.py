@@ -96,6 +96,11 @@ def unpack_file(file: StoredFile) -> Iterator[Unpacked]:
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError, EOFError) as error:
         what = "gzip" if kind == ".gz" else "zstd"
         reason = " ".join(str(error).split())
+        if "too much memory" in reason:
+            raise CorpusError(
+                f"{file.name} needs more than {1 << LARGEST_WINDOW - 20} MiB to be decompressed; "
+                "compress it again without --long or --ultra"
+            ) from None
         raise CorpusError(
             f"{file.name} is damaged or no {what} file ({reason}); fetch or compress it again"
         ) from None

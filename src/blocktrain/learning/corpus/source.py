@@ -140,7 +140,8 @@ def _key(texts: Sequence[SourceText], tokenizer: Tokenizer, shard_tokens: int) -
 
 
 def _require_tokenizer(corpus: TokenCorpus, tokenizer: Tokenizer) -> TokenCorpus:
-    if corpus.index.tokenizer == tokenizer_hash(tokenizer):
+    index = corpus.index
+    if (index.tokenizer, index.dtype) == (tokenizer_hash(tokenizer), tokenizer.dtype):
         return corpus
     raise CorpusError(
         f"{corpus.folder} was prepared with another tokenizer than {tokenizer.name}; use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -87,24 +88,28 @@ class TokenCorpus:
         )
 
     @property
+    def valid_tokens(self) -> int:
+        """Of the text that is evaluated."""
+        return _tokens(self.index.valid) if self._limit is None else self._limit[0]
+
+    @property
     def bytes_per_token(self) -> float:
         """Of the valid part: turns nats per token into nats per byte."""
-        return self.valid_bytes / len(self.valid)
+        return self.valid_bytes / self.valid_tokens
 
     def sizes(self) -> dict[str, int | float]:
         """How much there is of it."""
-        train, sources = self.index.train_tokens, self.index.sources
         everything = list(self.index.shards)
-        text, tokens = sum(s.bytes for s in everything), sum(s.tokens for s in everything)
+        text, tokens = sum(s.bytes for s in everything), _tokens(everything)
         return {
             "tokens": tokens,
             "bytes": text,
             "bytes_per_token": round(text / tokens, 4),
             "shards": len({shard.sha256 for shard in everything}),
-            "train_tokens": train,
-            "calibration_tokens": sum(shard.tokens for shard in self.index.calibration),
-            "valid_tokens": sum(shard.tokens for shard in self.index.valid),
-            "sources": len(sources),
+            "train_tokens": self.index.train_tokens,
+            "calibration_tokens": _tokens(self.index.calibration),
+            "valid_tokens": _tokens(self.index.valid),
+            "sources": len(self.index.sources),
         }
 
     def batches(self, config: Config, block: int) -> Batches:
@@ -130,9 +135,10 @@ class TokenCorpus:
     ) -> None:
         """Refuse a corpus whose parts (all, or the named ones) do not fill one context."""
         sizes = {
-            "train": max(shard.tokens for s in self.index.sources for shard in s.shards),
-            "calibration": sum(shard.tokens for shard in self.index.calibration),
-            "valid": len(self.valid),
+            # A sequence is in one shard, and every source has to have one.
+            "train": min(max(shard.tokens for shard in s.shards) for s in self.index.sources),
+            "calibration": _tokens(self.index.calibration),
+            "valid": self.valid_tokens,
         }
         for part in parts or tuple(sizes):
             if sizes[part] < context + 1:
@@ -140,6 +146,10 @@ class TokenCorpus:
                     f"{self.name}: the {part} part has {sizes[part]} tokens, "
                     f"fewer than one context of {context} + 1; {advice}"
                 )
+
+
+def _tokens(shards: Iterable[Shard]) -> int:
+    return sum(shard.tokens for shard in shards)
 
 
 def is_prepared(folder: Path) -> bool:
@@ -152,4 +162,7 @@ def open_prepared(folder: Path) -> TokenCorpus:
         content = (folder / INDEX).read_bytes()
     except OSError as error:
         raise CorpusError(f"cannot read {folder / INDEX}: {error.strerror or error}") from None
-    return TokenCorpus(read_index(content), folder)
+    try:
+        return TokenCorpus(read_index(content), folder)
+    except CorpusError as error:
+        raise CorpusError(f"{folder}: {error}; delete it to prepare the corpus again") from None

@@ -68,7 +68,10 @@ def tokenize(
     """
     _begin(folder, key)
     if (folder / INDEX).is_file():
-        return read_index((folder / INDEX).read_bytes())
+        try:
+            return read_index((folder / INDEX).read_bytes())
+        except CorpusError:  # damaged: its shards are made again
+            (folder / INDEX).unlink()
     work = _Tokenizing(texts, tokenizer, folder, shard_tokens, progress)
     try:
         index = work.index(name)
