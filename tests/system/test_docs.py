@@ -74,10 +74,15 @@ def is_served(words: list[str]) -> bool:
     return words[0] in ("serve", "stage")
 
 
+def is_continued(words: list[str]) -> bool:
+    """It goes on from the first run."""
+    return bool({"--from", "--parent"} & set(words))
+
+
 def is_alone(words: list[str]) -> bool:
     if words[0] == "bench":
         return words[1] in SHORT_BENCHES
-    return not is_together(words) and not is_served(words)
+    return not is_together(words) and not is_served(words) and not is_continued(words)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +188,8 @@ class Processes:
 
     def start(self, words: list[str]) -> tuple[subprocess.Popen[str], dict[str, str]]:
         """The process, once it said in JSON where it is."""
-        process = start(*words, "--json", cwd=self.desk)
+        data = str(self.desk / "data")
+        process = start(*words, "--json", cwd=self.desk, BLOCKTRAIN_DATA=data)
         self.started.append(process)
         assert process.stdout is not None
         return process, json.loads(process.stdout.readline())
@@ -214,6 +220,33 @@ def processes(desk: Path) -> Iterator[Processes]:
     for process in kept.started:
         process.kill()
         process.wait()
+
+
+@pytest.mark.timeout(1200)
+def test_commands_that_go_on_from_a_run(desk: Path, processes: Processes) -> None:
+    chosen = [words for words in COMMANDS if is_continued(words)]
+    page = (ROOT / "docs" / "guides" / "continue.md").read_text()
+    (mixture,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (desk / "mix.toml").write_text(mixture.replace("stdlib", "my-notes.txt"))
+
+    def short(words: list[str]) -> list[str]:
+        return [*(w for i, w in enumerate(words) if "--steps" not in (w, words[i - 1])), "--steps"]
+
+    at_once(partial(succeed, desk, [*short(w), "2"]) for w in chosen if w[0] == "train")
+    for words in (words for words in chosen if words[0] == "audit"):
+        succeed(desk, words)
+    (opening,) = [words for words in chosen if words[0] == "coordinator"]
+    coordinator, place = processes.start(
+        [*opening, "--listen", "127.0.0.1:0", "--score-bytes", "0"]
+    )
+    until(lambda: parent_of(desk, place["url"]), "a run")
+    processes.interrupt(coordinator)
+
+
+def parent_of(desk: Path, url: str) -> str | None:
+    """The run that a coordinator's run goes on from, once it has begun."""
+    done = blocktrain("status", url, "--json", cwd=desk)
+    return json.loads(done.stdout)["parent"]["run"] if done.returncode == 0 else None
 
 
 @pytest.mark.timeout(1200)

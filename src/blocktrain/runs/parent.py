@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from blocktrain.audit.evidence import Finding, open_folder, read_verified
 from blocktrain.config import DERIVED, TRAITS, Config, Origin, make_config, preset_settings
 from blocktrain.errors import ConfigError, Damaged, RunError
+from blocktrain.learning.tokenizer import load_tokenizer
 from blocktrain.learning.train import Weights, block_weights
 from blocktrain.protocol.ledger import (
     LedgerEntry,
@@ -81,7 +82,8 @@ def open_parent(folder: Path) -> Iterator[ParentModel]:
         return
     manifest = read_manifest(folder)
     load_blocks(manifest, range(1, manifest.config.blocks + 1), CPU)
-    yield ParentModel(folder, manifest, manifest.data, *_origin_of(folder))
+    pulled = (folder / RECORD).exists()  # without the text that was trained on
+    yield ParentModel(folder, manifest, None if pulled else manifest.data, *_origin_of(folder))
 
 
 def _origin_of(folder: Path) -> tuple[str | None, tuple[str, ...]]:
@@ -126,6 +128,8 @@ def _compose(folder: Path, scratch: Path) -> ParentModel:
         )
     facts = read_body(RunBody, entries[0])
     config = make_config(dict(facts.config))
+    if facts.corpus.tokenizer is not None:
+        load_tokenizer(read_verified(source, facts.corpus.tokenizer))
     model = ModelVersions({first.block: first for first in facts.blocks})
     for entry in entries:
         model = model.follow(entry, config.fusion)
