@@ -434,6 +434,20 @@ def read_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
+def read_new_settings(path: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`read_settings` for a new run, also from the config.toml of another one.
+
+    What was found out for that run is found out again. A tokenizer.json lies beside the file.
+    """
+    settings, about = read_settings(path)
+    settings = {name: value for name, value in settings.items() if name not in DERIVED}
+    name = settings.get("tokenizer")
+    if path and isinstance(name, str) and name.endswith(".json"):
+        beside = path.parent / name
+        settings["tokenizer"] = str(beside) if beside.is_file() else name
+    return settings, about
+
+
 def read_origin(about: Mapping[str, Any], path: Path | None) -> Origin | None:
     """What a settings file says about the run that it goes on from."""
     folder, freeze, new_fusion = (

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blocktrain.config import make_config
+from blocktrain.config import make_config, read_new_settings
 from blocktrain.errors import ConfigError
 from blocktrain.learning import tokenizer as tokenizers
 from blocktrain.learning import vocabulary
@@ -184,6 +185,18 @@ def test_equal_files_of_different_names_are_one_tokenizer(tmp_path: Path) -> Non
     assert (given.tokenizer, learned.tokenizer) == ("tokenizer.json", "bpe:400")
 
 
+def test_the_settings_of_a_run_are_good_for_another(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(byte_level(350))
+    config = resolve(make_config({"tokenizer": str(tmp_path)}), list, tmp_path)
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(config.model_dump()))
+    named, _ = read_new_settings(path)
+    assert named["tokenizer"] == str(tmp_path / "tokenizer.json"), "it lies beside the settings"
+    assert resolve(make_config(named), list, tmp_path) == config
+    other = make_config({**named, "tokenizer": "bytes"})
+    assert other.vocabulary == 256 and not other.tokenizer_hash
+
+
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the tokenizer .*x\.json: No such file"):
         resolve_tokenizer(str(tmp_path / "x.json"), list, tmp_path)
@@ -249,7 +262,7 @@ def test_a_file_of_random_merges_encodes_always_the_same() -> None:
 HUB = """
 import json, sys, time
 from pathlib import Path
-from blocktrain.config import make_config
+from blocktrain.config import make_config, read_new_settings
 from blocktrain.errors import ConfigError
 from blocktrain.learning.vocabulary import resolve
 

@@ -277,7 +277,7 @@ class ShapeFlags:
             "for example 75.8B."
         ),
     ] = ""
-    tokens: Annotated[int, at_least(2), Parameter(help="Bytes of output of --shape.")] = 32
+    tokens: Annotated[int, at_least(2), Parameter(help="Tokens of output of --shape.")] = 32
 
 
 def serving(
@@ -295,7 +295,7 @@ def serving(
 
     Every mode, and the end-to-end model. Also: where exact differs from autoregressive, the
     software time of a hop, eight users at once, the first byte after a long prompt. With --shape:
-    the logical shape of a large model as a ring, one traversal for all bytes against one for each.
+    the logical shape of a large model as a ring, one traversal for all tokens against one for each.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ from blocktrain.config import (
     TOKENIZERS,
     Config,
     Origin,
+    read_new_settings,
     read_origin,
-    read_settings,
 )
 from blocktrain.coordinator.policy import Policy, make_policy, policy_for_size
 from blocktrain.errors import ConfigError
@@ -249,7 +249,7 @@ def read_request(
     out: Path | None = None,
 ) -> RunRequest:
     """What flags and a settings file say together; flags win."""
-    from_file, of_run = read_settings(config)
+    from_file, of_run = read_new_settings(config)
     coordination = from_file.pop("coordination", {})
     if not isinstance(coordination, dict):
         raise ConfigError(f"{config}: [coordination] must be a table of settings")

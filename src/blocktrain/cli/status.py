@@ -105,7 +105,7 @@ class StatusView:
         status = self.status
         yield (
             f"run {status.run[:12]} {status.state}: {status.rounds} rounds, "
-            f"{status.tokens:,} bytes of text, "
+            f"{status.tokens:,} tokens, "
             f"{amount(status.bytes_in)} in, {amount(status.bytes_out)} out"
         )
         if status.parent:

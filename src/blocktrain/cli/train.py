@@ -36,7 +36,7 @@ from blocktrain.cli.flags import (
     named_settings,
     named_text,
 )
-from blocktrain.config import read_origin, read_settings
+from blocktrain.config import read_new_settings, read_origin
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.sizes import is_near_size
 
@@ -178,7 +178,7 @@ def begin_run(out: Path | None, request: TrainRequest, eval_bytes: int | None) -
     from blocktrain.runs.prepare import continue_run
     from blocktrain.terminal import bar, console, token_bar
 
-    from_file, of_run = read_settings(request.config)
+    from_file, of_run = read_new_settings(request.config)
     origin = request.begin.origin(read_origin(of_run, request.config), out)
     named = {**from_file, **request.settings}
     before: str | None = "stdlib"
