@@ -32,6 +32,7 @@ from blocktrain.learning.objective import Draws, Loss
 from blocktrain.learning.optimizer import Optimizers
 from blocktrain.learning.shards import Batches
 
+COMPILER = ("torch._dynamo", "torch._inductor")  # modules whose errors are about compiling
 REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
 
@@ -192,7 +193,15 @@ class Trainer:
         c = self.config
         tokens = torch.from_numpy(batches(self.step + self.shift))
         self.block.zero_grad(set_to_none=True)
-        loss = self._gradients(tokens)
+        try:
+            loss = self._gradients(tokens)
+        except RuntimeError as error:
+            if c.compile and type(error).__module__.startswith(COMPILER):
+                raise RunError(
+                    f"torch.compile cannot compile block {self.index} here "
+                    f"({str(error).strip().splitlines()[0]}); start a run without --compile"
+                ) from None
+            raise
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
         self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, self.schedule))
         ce = loss.item()
