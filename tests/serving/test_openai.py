@@ -343,8 +343,11 @@ def raw(process: Process, headers: dict[str, str], body: bytes) -> str:
 
 
 def test_without_a_key_nobody_gets_in(with_key: Process) -> None:
-    for path in ("/v1/models", "/v1/status", "/metrics"):
+    for path in ("/v1/models", "/v1/status", "/metrics", "/tokenizer_info"):
         assert httpx2.get(with_key.url + path, timeout=PATIENCE).status_code == 401
+    for path in ("/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = httpx2.post(with_key.url + path, json={}, timeout=PATIENCE)
+        assert answer.status_code == 401
     for path in ("/healthz", "/", "/page/page.js"):
         assert httpx2.get(with_key.url + path, timeout=PATIENCE).status_code == 200
     answer = httpx2.post(
@@ -529,9 +532,9 @@ def _kill(api: openai.OpenAI, stage: Process) -> None:
 def test_the_snippet_of_the_readme_works(
     alone: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    match = re.search(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    assert match is not None
-    code = match[1].replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = (block for block in blocks if "import OpenAI" in block)
+    code = code.replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
     assert alone.url in code and '"small"' in code
     (tmp_path / "snippet.py").write_text(code)
     runpy.run_path(str(tmp_path / "snippet.py"))

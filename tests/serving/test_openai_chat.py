@@ -20,14 +20,17 @@ from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
+from blocktrain.learning.tokenizer import load_tokenizer
 from blocktrain.runs.folder import create_run, seal
 from blocktrain.runs.served import chat_template as template_of
 from blocktrain.serving import chat_template
 from blocktrain.serving.chat_template import ChatPrompt, ChatTemplate, default_template
 from blocktrain.serving.openai_chat import ChatCompletion, read_chat
 from blocktrain.serving.openai_messages import ApiError
+from blocktrain.serving.tokenizer_messages import tokenize, tokenizer_info
 from support.command import blocktrain
 from support.serving import Process, saved, small_model, started
+from support.tokenizer_files import byte_level
 from support.waiting import PATIENCE
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
@@ -190,6 +193,40 @@ def test_fields_that_ask_for_nothing_are_fine(api: openai.OpenAI) -> None:
 def test_a_get_is_refused_like_everything_else(served: Process) -> None:
     answer = httpx2.get(f"{served.url}/v1/chat/completions", timeout=PATIENCE)
     assert answer.status_code == 405 and "no GET /v1/chat" in answer.json()["error"]["message"]
+
+
+# -- the tokenizer
+
+
+def test_the_tokenizer_can_be_asked(served: Process) -> None:
+    def ask(path: str, body: Any) -> Any:
+        return httpx2.post(f"{served.url}{path}", json=body, timeout=PATIENCE).json()
+
+    text = "naïve 東京\n"
+    tokens = ask("/tokenize", {"prompt": text, "model": "small", "add_special_tokens": False})
+    assert tokens == {"count": 14, "max_model_len": 32, "tokens": list(text.encode())}
+    assert ask("/detokenize", {"tokens": tokens["tokens"]}) == {"prompt": text}
+    assert ask("/tokenize", {"prompt": ""})["tokens"] == []
+    assert (
+        "tokens has the token id 256" in ask("/detokenize", {"tokens": [256]})["error"]["message"]
+    )
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "messages"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ):
+        assert ask(path, body)["error"]["param"] == param
+    info = httpx2.get(f"{served.url}/tokenizer_info", timeout=PATIENCE).json()
+    assert (info["bos_token"], info["eos_token"], info["vocab_size"]) == ("\n", None, 256)
+
+
+def test_the_end_of_a_text_has_a_name() -> None:
+    tokenizer = load_tokenizer(byte_level(300))
+    assert tokenizer_info(tokenizer, 8, "")["bos_token"] == "<|endoftext|>"
+    ids = tokenize(b'{"prompt": "<|endoftext|>"}', tokenizer, 8)["tokens"]
+    assert ids == [tokenizer.end_of_text] == [tokenizer.first_token]
+    assert len(tokenize(b'{"prompt": "a<|endoftext|>"}', tokenizer, 8)["tokens"]) > 2
 
 
 # -- templates
