@@ -69,7 +69,7 @@ def command_line() -> str:
 
 def new_run_folder(data: str) -> Path:
     """The next number under runs/."""
-    name = Path(data).stem or "run"
+    name = Path(data).stem.replace(":", "-") or "run"  # of PATH:COLUMN and hf:NAME, too
     numbers = {path.name.split("-")[0] for path in RUNS.glob("*")} if RUNS.is_dir() else set()
     number = next(n for n in range(1, 10**6) if f"{n:03}" not in numbers)
     return RUNS / f"{number:03}-{name}"
