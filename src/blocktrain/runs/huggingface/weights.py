@@ -84,7 +84,10 @@ def write_weights(folder: Path, parts: Iterable[NamedTensors], largest: int = LA
         files.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
         path = folder / _numbered(len(files))
-        safetensors.torch.save_file(tensors, path, {"format": "pt"})
+        try:
+            safetensors.torch.save_file(tensors, path, {"format": "pt"})
+        except safetensors.SafetensorError as error:  # of a full disk, for one
+            raise RunError(f"cannot write {path.name} into {folder.parent}: {error}") from None
         path.chmod(0o644)  # it is made for its owner alone
     if len(files) == 1:
         (folder / _numbered(1)).rename(folder / WEIGHTS)

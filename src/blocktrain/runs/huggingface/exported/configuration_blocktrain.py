@@ -26,7 +26,7 @@ class BlockTrainConfig(PretrainedConfig):
     """What config.json says. Settings that other models have too have their usual names."""
 
     model_type = "blocktrain"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     def __init__(self, **kwargs: Any) -> None:
         settings = {**DEFAULTS, **kwargs}
