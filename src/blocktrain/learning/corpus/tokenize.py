@@ -178,7 +178,8 @@ class _Tokenizing:
         record = self._journal.streams.get(key, StreamRecord())
         if record.done or not inputs:
             return list(record.shards)
-        skip, read = record.skip, record.read
+        skip, read, report = record.skip, record.read, self._reporter(key)
+        tokens = _tokens(record.shards)
         for place, whole in self._encode(inputs, record):
             ids, used, skip = whole[skip:], skip, 0
             while len(ids) >= self.writer.room:
@@ -193,10 +194,11 @@ class _Tokenizing:
                     separate=place.separate,
                     read=read,
                 )
+                tokens += self.writer.limit
                 self._commit(key, record)
             self.writer.add(ids)
             read = place.read
-            self._report(key, read, _tokens(record.shards) + self.writer.tokens)
+            report(read, tokens + self.writer.tokens)
         last = (self.writer.finish(),) if self.writer.tokens else ()
         record = StreamRecord(shards=(*record.shards, *last), read=read, done=True)
         self._commit(key, record)
@@ -232,15 +234,17 @@ class _Tokenizing:
         self._journal = Journal(streams={**self._journal.streams, key: record})
         write_journal(self._folder, self._journal)
 
-    def _report(self, key: str, read: int, tokens: int) -> None:
+    def _reporter(self, key: str) -> Callable[[int, int], None]:
+        """Tells how far a stream is, together with the others."""
         others = [record for name, record in self._journal.streams.items() if name != key]
-        self._progress(
-            TokenizeStatus(
-                min(read + sum(record.read for record in others), self._size),
-                self._size,
-                tokens + sum(_tokens(record.shards) for record in others),
-            )
-        )
+        before = sum(record.read for record in others)
+        tokens_before = sum(_tokens(record.shards) for record in others)
+
+        def report(read: int, tokens: int) -> None:
+            done = min(before + read, self._size)
+            self._progress(TokenizeStatus(done, self._size, tokens_before + tokens))
+
+        return report
 
 
 def _tokens(shards: Sequence[Shard]) -> int:
