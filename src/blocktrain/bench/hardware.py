@@ -93,7 +93,6 @@ def measure_option(base: Config, option: str, kind: str, repeats: int = REPEATS)
         "peak_mb": round(peaks[1] / 1e6, 1),
         "memory_ratio": round(peaks[1] / peaks[0], 3),
         "step_ms": round(1e3 * step, 1),
-        "tokens_per_second": round(config.batch * config.context / step),
         "time_ratio": round(statistics.median(b / a for a, b in seconds), 3),
         "loss_difference": f"{abs(loss - plain_loss):.1e}",
     }
