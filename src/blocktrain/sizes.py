@@ -31,7 +31,9 @@ SMALLEST = SIZES["2M"]  # the shape at which the method was tuned
 TUNED_WIDTH = 128
 # The rates that measured best at that width.
 RATES = {"learning_rate": 3.5e-3, "fusion_learning_rate": 1e-3, "reference_learning_rate": 2e-3}
-TOKENS_PER_PARAMETER = 20  # of a block: it is a language model of its own
+# Tokens that a block reads for each of its parameters: it is a language model of its own. The
+# smallest sizes are there to try things out, and need not wait for their optimum.
+FEWEST_TOKENS, MOST_TOKENS = 4, 20
 MICRO_TOKENS = 4096  # computed at once; more would take memory and save no time
 FARTHEST = 0.25  # share of the size by which other named settings may miss it
 
@@ -67,7 +69,8 @@ def size_settings(size: str, named: Mapping[str, Any]) -> dict[str, Any]:
     batch = make_config({**chosen, **named}).batch
     if (rows := max(1, MICRO_TOKENS // context)) < batch:
         chosen["micro_batch"] = rows
-    chosen["steps"] = max(1, int(_round(TOKENS_PER_PARAMETER * P / blocks / (batch * context))))
+    tokens = min(MOST_TOKENS, FEWEST_TOKENS * (P / SMALLEST) ** 0.4) * P
+    chosen["steps"] = max(1, int(_round(tokens / blocks / (batch * context))))
     config = make_config({**chosen, **named})
     return {**chosen, "warmup": max(50, config.steps // 100), **_rates(config)}
 

@@ -61,7 +61,9 @@ def test_larger_models_are_wider_deeper_and_learn_slower() -> None:
         assert small.reference_learning_rate > large.reference_learning_rate
     for config in configs:
         text = config.steps * config.batch * config.context * config.blocks
-        assert text == pytest.approx(20 * model_parameters(config), rel=0.2)
+        tokens = text / model_parameters(config)
+        assert 3.9 < tokens < 21
+        assert tokens > 18 or model_parameters(config) < 1e8
         assert config.rows * config.context <= 4096
 
 

@@ -11,6 +11,7 @@ import pytest
 from blocktrain.errors import ConfigError
 from blocktrain.watch import trackers
 from blocktrain.watch.trackers import MetricReader, Series, Tracker, TrackerSink
+from support.waiting import until
 
 EVENTS: list[Mapping[str, Any]] = [
     {"kind": "start", "blocks": 2},
@@ -62,9 +63,9 @@ def test_wandb_keeps_the_points_offline(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WANDB_MODE", "offline")
     track("wandb", tmp_path)
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    content = path.read_bytes()  # records of protobuf, not compressed
-    for written in (b"block-1/loss", b"3.5", b"valid/fused", b"1.75", b"block-1/at", b"width"):
-        assert written in content
+    names = (b"block-1/loss", b"3.5", b"valid/fused", b"1.75", b"block-1/at", b"width")
+    # Records of protobuf, not compressed. A process of its own writes them.
+    until(lambda: all(name in path.read_bytes() for name in names), "the points in the file")
 
 
 def test_mlflow_keeps_the_points_in_a_database(

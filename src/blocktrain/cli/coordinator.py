@@ -33,6 +33,7 @@ from blocktrain.cli.flags import (
     ScoreSeconds,
     SettingsFlags,
     Token,
+    Track,
     named_settings,
     named_text,
 )
@@ -104,6 +105,7 @@ class CoordinatorFlags:
     ] = False
     score_bytes: ScoreBytes = 65536
     score_seconds: ScoreSeconds = SCORE_SECONDS
+    track: Track = ()
 
 
 class RunRequest(NamedTuple):
@@ -343,18 +345,20 @@ def _announce(printed: Commands, json_: bool) -> None:
 def _serve(running: RunningCoordinator, request: RunRequest, flags: CoordinatorFlags) -> None:
     """Coordinate, and print what happens until stopped."""
     from blocktrain.terminal import warn
+    from blocktrain.watch.trackers import tracking
 
-    server = running.server
+    server, settings = running.server, request.config.model_dump()
     try:
         running.start(request, flags.score_bytes, warn, flags.score_seconds)
-        lines = EventLines(running.coordinator, running.commands.pull)
-        gc.freeze()  # these objects stay: a full collection, which blocks answers, can skip them
-        sys.setswitchinterval(SWITCH_SECONDS)
-        while server.serves(0.5):
-            if lines.print_new() and flags.exit:
-                running.settle()
-                lines.print_new()
-                break
+        with tracking(flags.track, running.folder, settings, warn) as track:
+            lines = EventLines(running.coordinator, running.commands.pull, track)
+            gc.freeze()  # these stay: a full collection, which blocks answers, can skip them
+            sys.setswitchinterval(SWITCH_SECONDS)
+            while server.serves(0.5):
+                if lines.print_new() and flags.exit:
+                    running.settle()
+                    lines.print_new()
+                    break
     except KeyboardInterrupt:
         pass  # everything is on the disk
     if server.failure is not None:
@@ -381,10 +385,15 @@ def _prepare(
 class EventLines:
     """Prints a line for every version, worker and score, and for the end of the run."""
 
-    def __init__(self, coordinator: WatchedCoordinator, pull_command: str) -> None:
+    def __init__(
+        self,
+        coordinator: WatchedCoordinator,
+        pull_command: str,
+        track: Callable[[dict[str, Any]], None],
+    ) -> None:
         from blocktrain.terminal import console
 
-        self._pull_command = pull_command
+        self._pull_command, self._track = pull_command, track
         self._feed = coordinator.feed
         self._listener = self._listen()
         self._warned = False
@@ -411,6 +420,7 @@ class EventLines:
         if self._listener.closed:  # it was dropped because too much happened at once
             self._listener = self._listen()
         for event in self._listener.take():
+            self._track(event.value)
             if event.kind != "finish":
                 console.print(_line(event.value), highlight=False, markup=False, soft_wrap=True)
             elif not self._finished:
