@@ -66,7 +66,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "blocks": 4,
         "context": 256,
         "batch": 16,
-        "steps": 600,
+        "steps": 400,
         "learning_rate": 1.8e-3,
         "fusion_learning_rate": 7e-4,
         "reference_learning_rate": 1e-3,
