@@ -90,6 +90,7 @@ def test_a_run_folder_holds_all_that_is_promised(trained: Path) -> None:
     assert expected == {path.name for path in trained.iterdir()}
     assert {p.name for p in (trained / "model").iterdir()} == {
         *(f"block-{n}.safetensors" for n in (1, 2, 3)),
+        "chat_template.jinja",
         "config.json",
         "README.md",
     }

@@ -366,7 +366,7 @@ def test_a_disk_without_room_for_events_stops_nothing(
     with beginning(tmp_path) as coordinator:
         listener = Listener()
         coordinator.feed.listen(listener)
-        lines = EventLines(coordinator, "blocktrain pull")
+        lines = EventLines(coordinator, "blocktrain pull", lambda _: None)
         worker = FakeWorker(LocalClient(coordinator))
         assert worker.send(worker.joined()).receipt.accepted
         assert [event.kind for event in listener.take()] == [

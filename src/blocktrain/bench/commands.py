@@ -63,7 +63,7 @@ def quality(options: QualityOptions) -> BenchResult:
             jobs_of.VALID_LIMIT[options.scale],
             options.scale == "tiny",
             jobs_of.OURS if options.scale == "small" else tuple(jobs_of.VARIANTS),
-            jobs_of.EQUAL_TIME if options.scale != "standard" else jobs_of.EQUAL_TIME[:1],
+            jobs_of.EQUAL_TIME if options.scale == "small" else jobs_of.EQUAL_TIME[:1],
         )
         # Before anything is written, this refuses settings that some variant cannot have.
         jobs = jobs_of.jobs(setup)

@@ -165,7 +165,9 @@ Coordination = flags_of(
 Token = Annotated[
     str,
     Parameter(
-        env_var="BLOCKTRAIN_TOKEN", help="The join token (or the environment's BLOCKTRAIN_TOKEN)."
+        env_var="BLOCKTRAIN_TOKEN",
+        help="The join token (or the environment's BLOCKTRAIN_TOKEN).",
+        allow_leading_hyphen=True,  # a random one may begin with it
     ),
 ]
 Ca = Annotated[

@@ -28,6 +28,7 @@ OperatorToken = Annotated[
         env_var="BLOCKTRAIN_TOKEN",
         help="The operator token, from the file operator.token in the coordinator's folder "
         "(or the environment's BLOCKTRAIN_TOKEN). The join token is not enough.",
+        allow_leading_hyphen=True,  # a random one may begin with it
     ),
 ]
 

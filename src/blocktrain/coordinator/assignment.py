@@ -27,8 +27,13 @@ from blocktrain.coordinator.state import (
 from blocktrain.protocol.positions import first_gap
 
 
-def assign(now: float, state: RunState, options: Options, worker: str) -> Assignment:
-    """The next task of a worker that trains nothing now, or why it gets none."""
+def assign(
+    now: float, state: RunState, options: Options, worker: str, held: int | None = None
+) -> Assignment:
+    """The next task of a worker that trains nothing now, or why it gets none.
+
+    `held` is the block whose optimizer state the worker has.
+    """
     known = state.workers.get(worker)
     if known is None:
         return Stop("this worker has not joined this run: join first")
@@ -59,16 +64,20 @@ def assign(now: float, state: RunState, options: Options, worker: str) -> Assign
             min(1.0, options.poll),
             f"{uploading} of your updates are not submitted yet: upload first",
         )
-    index, reason = choose_block(now, state, options, known)
+    index, reason = choose_block(now, state, options, known, held)
     if index is None:
         return Postpone(options.poll, reason)
     return _grant(now, state, options, known, (index, reason))
 
 
 def choose_block(
-    now: float, state: RunState, options: Options, worker: WorkerState
+    now: float,
+    state: RunState,
+    options: Options,
+    worker: WorkerState,
+    held: int | None = None,
 ) -> tuple[int | None, str]:
-    """The worker's own block.
+    """The worker's own block. One that comes back gets the block whose state it has, if it is free.
 
     It moves only when that is done, or when a block without workers has fallen far behind.
     """
@@ -89,6 +98,8 @@ def choose_block(
 
     own = worker.block
     if own not in free:
+        if held in free and not staffed[held]:
+            return held, f"block {held} has no workers, and this worker has its optimizer state"
         index = min(free, key=behind)
         return (
             index,

@@ -373,7 +373,7 @@ class Coordinator:
         if run.options.exclusive:
             # The next version of a block starts from the one that is being made now.
             self._closer.wait_released()
-        decision = assign(now, run.state, run.options, worker)
+        decision = assign(now, run.state, run.options, worker, held.block if held else None)
         if isinstance(decision, state.Stop):
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)
         if isinstance(decision, state.Postpone):

@@ -74,8 +74,9 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
     """The run of a scale with its reference, trained once. Continues an interrupted training."""
     config = make_config({**SCALES[scale], "compose": "fuse", "seed": seed})
     if folder.exists():
-        run, *content, _ = open_run(folder)
-        if content != [config, source.spec]:
+        before = open_run(folder)
+        run = before.run
+        if (before.config, before.data) != (config, source.spec):
             raise RunError(
                 f"{folder} holds another model; "
                 f"name another folder with --out, or serve it with --run {folder}"
