@@ -5,7 +5,7 @@ Each changes speed and memory, and the result by rounding at most.
 
 from __future__ import annotations
 
-import os
+import shutil
 from typing import Any
 
 import pytest
@@ -91,18 +91,16 @@ def test_without_a_compiler_compile_is_refused_in_a_sentence() -> None:
         trainer_of("next", compile=True)
 
 
-@pytest.mark.skipif(not os.environ.get("BLOCKTRAIN_LONG"), reason="a minute of compiling")
-@pytest.mark.parametrize("kind", ["next", "fusion", "tail"])
-@pytest.mark.parametrize("more", [{}, {"dtype": "bfloat16"}, {"checkpoint_activations": True}])
-def test_compiled_layers_repeat_their_bits(
-    kind: str, more: dict[str, Any], corpus: TokenCorpus
-) -> None:
-    plain = trainer_of(kind, micro_batch=3, **more)
-    first, second = (trainer_of(kind, micro_batch=3, compile=True, **more) for _ in range(2))
-    losses = train(first, corpus, 3)
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_layers_repeat_their_bits(corpus: TokenCorpus) -> None:
+    """As plain ones to rounding, and to the bit when they are compiled again."""
+    more: dict[str, Any] = {"micro_batch": 3, "checkpoint_activations": True}
+    plain = trainer_of("fusion", **more)
+    first, second = (trainer_of("fusion", compile=True, **more) for _ in range(2))
+    losses = train(first, corpus, 2)
     torch._dynamo.reset()  # as in another process
-    assert train(second, corpus, 3) == losses
-    assert train(plain, corpus, 3) == pytest.approx(losses, rel=1e-2 if "dtype" in more else 1e-5)
+    assert train(second, corpus, 2) == losses
+    assert train(plain, corpus, 2) == pytest.approx(losses, rel=1e-5)
     theirs = second.weights()
     assert all((w == theirs[name]).all() for name, w in first.weights().items())
 
