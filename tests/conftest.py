@@ -36,14 +36,17 @@ Tiny = Callable[..., Config]
 
 # Files that take longest start first, so that no core is idle at the end.
 LONGEST = (
-    "test_golden",
     "test_docs",
+    "test_golden",
     "test_bench_serving",
     "test_bench_quality",
     "test_bench_transport",
     "test_faults",
+    "test_examples",
+    "test_notebooks",
     "test_cli",
     "test_local",
+    "test_bench_corpus",
     "test_openai",
     "test_bench_coordinator",
     "test_scoring",
