@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ from blocktrain.runs.results import evaluate_run
 EVAL_ADVICE = "use a longer text, or evaluate more of it"
 PromptInput = str | bytes | Sequence[int]
 """A text, or its token ids."""
+
+
+class TextOptions(TypedDict, total=False):
+    """How text is written; what is left out is as in `blocktrain generate`."""
+
+    temperature: float
+    top_p: float
+    seed: int
+    mode: Mode
+    sweeps: int
+    draft: DraftSource
 
 
 @dataclass(frozen=True)
@@ -116,37 +128,39 @@ class TrainedModel:
             return scorer(torch.tensor([ids], device=self.network.device), 0)[0].float().cpu()
 
     def generate(
-        self,
-        prompt: PromptInput = "\n",
-        max_tokens: int = 256,
-        *,
-        temperature: float = 0.8,
-        top_p: float = 1.0,
-        seed: int = 0,
-        mode: Mode = "autoregressive",
-        sweeps: int = 1,
-        draft: DraftSource = "first-block",
+        self, prompt: PromptInput = "\n", max_tokens: int = 256, **options: Unpack[TextOptions]
     ) -> str:
         """The text that follows a prompt: the one that `blocktrain generate` writes."""
-        sampler = Sampler(seed, temperature, top_p)
-        ids = self._write(prompt, max_tokens, sampler, mode, sweeps, draft)
-        return self.tokenizer.decode(ids).decode("utf-8", "replace")
+        return "".join(self.stream(prompt, max_tokens, **options))
 
     def stream(
-        self,
-        prompt: PromptInput = "\n",
-        max_tokens: int = 256,
-        *,
-        temperature: float = 0.8,
-        top_p: float = 1.0,
-        seed: int = 0,
+        self, prompt: PromptInput = "\n", max_tokens: int = 256, **options: Unpack[TextOptions]
     ) -> Iterator[str]:
         """The same text as it is written, in whole characters."""
-        decoder = self.tokenizer.decoder()
-        sampler = Sampler(seed, temperature, top_p)
-        for token in self._write(prompt, max_tokens, sampler):
-            if piece := decoder.text([token]):
-                yield piece
+        if unknown := sorted(options.keys() - TextOptions.__annotations__.keys()):
+            known = ", ".join(TextOptions.__annotations__)
+            raise ConfigError(f"unknown option {unknown[0]!r}; known: {known}")
+        sampler = Sampler(
+            options.get("seed", 0), options.get("temperature", 0.8), options.get("top_p", 1.0)
+        )
+        if max_tokens < 1 or not 0 < sampler.top_p <= 1 or not sampler.temperature >= 0:
+            raise ConfigError(
+                "max_tokens must be at least 1, top_p above 0 and at most 1, "
+                "and temperature at least 0"
+            )
+        decoder, ids = self.tokenizer.decoder(), self.encode(prompt) or self.encode("\n")
+        with limited_threads(self.threads):
+            for token in write(
+                self.network,
+                ids,
+                max_tokens,
+                sampler,
+                mode=options.get("mode", "autoregressive"),
+                sweeps=options.get("sweeps", 1),
+                draft=options.get("draft", "first-block"),
+            ):
+                if piece := decoder.text([token]):
+                    yield piece
         if rest := decoder.text(final=True):
             yield rest
 
@@ -161,23 +175,3 @@ class TrainedModel:
                 f"{bad[0]!r} is no token id: the vocabulary has 0 to {self.config.vocabulary - 1}"
             )
         return ids
-
-    def _write(
-        self,
-        prompt: PromptInput,
-        max_tokens: int,
-        sampler: Sampler,
-        mode: Mode = "autoregressive",
-        sweeps: int = 1,
-        draft: DraftSource = "first-block",
-    ) -> Iterator[int]:
-        if max_tokens < 1 or not 0 < sampler.top_p <= 1 or not sampler.temperature >= 0:
-            raise ConfigError(
-                "max_tokens must be at least 1, top_p above 0 and at most 1, "
-                "and temperature at least 0"
-            )
-        ids = self.encode(prompt) or self.encode("\n")
-        with limited_threads(self.threads):
-            yield from write(
-                self.network, ids, max_tokens, sampler, mode=mode, sweeps=sweeps, draft=draft
-            )
