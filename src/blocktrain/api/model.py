@@ -130,7 +130,10 @@ class TrainedModel:
     def generate(
         self, prompt: PromptInput = "\n", max_tokens: int = 256, **options: Unpack[TextOptions]
     ) -> str:
-        """The text that follows a prompt: the one that `blocktrain generate` writes."""
+        """The text that follows a prompt: the one that `blocktrain generate` writes.
+
+        Options are temperature, top_p, seed, mode, sweeps and draft, as in that command.
+        """
         return "".join(self.stream(prompt, max_tokens, **options))
 
     def stream(
