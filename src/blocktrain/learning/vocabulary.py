@@ -23,7 +23,7 @@ FILE = "tokenizer.json"
 SAMPLE_BYTES = 64 << 20  # of the training text, to learn a vocabulary from
 LONGEST_TOKEN = 64  # bytes
 RULES = "bpe-1"  # of the training: other rules make other vocabularies
-HUB_SECONDS = 20
+HUB_SECONDS = 10  # to answer
 Texts = Callable[[], Iterable[bytes]]
 """Gives the training text in pieces. For a large corpus they should come from all over it: only
 the first SAMPLE_BYTES are read."""
@@ -133,10 +133,30 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
 
 
+def _fetch(model: str, revision: str | None) -> Path:
+    """Asks once before it downloads: the client asks a hub that does not answer for minutes."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    refusals = (
+        errors.EntryNotFoundError,
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+        errors.HFValidationError,
+    )
+    answers = True
+    try:
+        get_hf_file_metadata(hf_hub_url(model, FILE, revision=revision), timeout=HUB_SECONDS)
+    except refusals:
+        pass  # the download comes to the same, or finds an earlier copy
+    except Exception:
+        answers = False
+    return Path(hf_hub_download(model, FILE, revision=revision, local_files_only=not answers))
+
+
 def _download(name: str) -> Path:
     """The tokenizer.json of a model on the Hugging Face hub, kept in the hub's own cache."""
     try:
-        from huggingface_hub import errors, hf_hub_download
+        from huggingface_hub import errors
     except ImportError:
         raise ConfigError(
             f"tokenizer {name!r} is on the Hugging Face hub: install blocktrain[hub], "
@@ -144,9 +164,7 @@ def _download(name: str) -> Path:
         ) from None
     model, _, revision = name.partition("@")
     try:
-        return Path(
-            hf_hub_download(model, FILE, revision=revision or None, etag_timeout=HUB_SECONDS)
-        )
+        return _fetch(model, revision or None)
     except errors.EntryNotFoundError as error:
         if not isinstance(error, errors.LocalEntryNotFoundError):
             raise ConfigError(f"the model {model} on the hub has no {FILE}") from None
