@@ -33,6 +33,7 @@ from pydantic_core import ErrorDetails
 from blocktrain.errors import ConfigError
 
 LARGEST_FILE = 1 << 20  # bytes of a settings file
+LONGEST_VALUE = 200  # characters of a wrong value that are shown
 # Keys of a run's config.toml that do not describe the model.
 RUN_ONLY = ("data", "reference", "from", "freeze", "new_fusion")
 # Settings that are not written while they have their default value.
@@ -393,7 +394,8 @@ def make_config(settings: dict[str, Any], preset: str | None = None) -> Config:
     try:
         return Config(**{**preset_settings(preset), **settings})
     except ValidationError as error:
-        raise ConfigError(sentence(error)) from None
+        known = [*RUN_ONLY, "size", *Config.model_fields]
+        raise ConfigError(sentence(error, known)) from None
 
 
 def preset_settings(preset: str | None) -> dict[str, Any]:
@@ -480,20 +482,23 @@ def _suggest_heads(width: int, heads: int) -> str:
     return f"heads={next(h for h in range(min(heads, width // 2), 0, -1) if width % (2 * h) == 0)}"
 
 
-def sentence(error: ValidationError) -> str:
-    """pydantic's report as one line a user can act on."""
+def sentence(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """pydantic's report as one line a user can act on, with the names that are known."""
     unknown, parts = [], []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             unknown.append(repr(name))
+        elif name:
+            value = repr(item["input"])
+            value = value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+            parts.append(f"{name}: {words(item)} (got {value})")
         else:
-            parts.append(f"{name}: {words(item)} (got {item['input']!r})" if name else words(item))
+            parts.append(words(item))
     if unknown:
-        parts.append(
-            f"unknown setting {', '.join(unknown)}; "
-            f"known settings: {', '.join([*RUN_ONLY, 'size', *Config.model_fields])}"
-        )
+        parts.append(f"unknown setting {', '.join(unknown)}")
+        if names := ", ".join(known):
+            parts.append(f"known settings: {names}")
     return "; ".join(parts)
 
 

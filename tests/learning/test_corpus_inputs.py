@@ -177,9 +177,9 @@ def test_a_mixture_reads_by_weight(tmp_path: Path) -> None:
         ("[[source]]\nweight = 1.0", "source.0.data: Field required"),
         ('[[source]]\ndata = "a.txt"\nweight = 0.0', "weight"),
         ('[[source]]\ndata = "a.txt"\nweight = "much"', "weight"),
-        ('[[source]]\ndata = "a.txt"\ncolour = 1', "colour"),
+        ('[[source]]\ndata = "a.txt"\ncolour = 1', "unknown setting 'source.0.colour'; it has a"),
         ('[[source]]\ndata = "other.toml"', "other.toml is a mixture, too"),
-        ('[[source]]\ndata = "nowhere"', "no corpus 'nowhere'"),
+        ('[[source]]\ndata = "nowhere"', "mix.toml: no corpus 'nowhere'"),
         ("[[source", "no TOML file"),
     ],
 )

@@ -46,7 +46,7 @@ def read_mixture(path: Path) -> list[MixtureSource]:
     except ValidationError as error:
         raise CorpusError(
             f"{path} is no mixture: {sentence(error)}; it has a [[source]] for each text, with "
-            "data and weight"
+            "data and weight, and nothing else"
         ) from None
     sources = []
     for source in mixture.source:

@@ -111,11 +111,7 @@ class Source:
     def texts(self) -> list[SourceText]:
         """What is read; CorpusError if there is nothing to read."""
         if is_mixture(self.spec) and Path(self.spec).is_file():
-            return [
-                text._replace(weight=part.weight)
-                for part in read_mixture(Path(self.spec))
-                for text in replace(self, spec=part.data).texts()
-            ]
+            return self._mixture_texts()
         if self.spec and is_prepared(Path(self.spec)):
             raise CorpusError(
                 f"{self.spec} is a prepared corpus and has no text any more: use it alone, with "
@@ -127,6 +123,16 @@ class Source:
         if valid and not any(entry.file.size for entry in valid):
             raise CorpusError(f"{valid[0].file.name} is empty; give a file with text in it")
         return [SourceText(self.name, 1.0, tuple(train), tuple(valid))]
+
+    def _mixture_texts(self) -> list[SourceText]:
+        texts = []
+        for part in read_mixture(Path(self.spec)):
+            try:
+                found = replace(self, spec=part.data).texts()
+            except CorpusError as error:
+                raise CorpusError(f"{self.spec}: {error}") from None
+            texts += [text._replace(weight=part.weight) for text in found]
+        return texts
 
 
 def _key(texts: Sequence[SourceText], tokenizer: Tokenizer, shard_tokens: int) -> str:

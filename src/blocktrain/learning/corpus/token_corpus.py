@@ -134,16 +134,19 @@ class TokenCorpus:
         self, context: int, *parts: str, advice: str = "use a longer text or a smaller --context"
     ) -> None:
         """Refuse a corpus whose parts (all, or the named ones) do not fill one context."""
+        # A sequence is in one shard, and every source has to have one.
+        longest = {s.name: max(shard.tokens for shard in s.shards) for s in self.index.sources}
+        shortest = min(longest, key=longest.__getitem__)
         sizes = {
-            # A sequence is in one shard, and every source has to have one.
-            "train": min(max(shard.tokens for shard in s.shards) for s in self.index.sources),
+            "train": longest[shortest],
             "calibration": _tokens(self.index.calibration),
             "valid": self.valid_tokens,
         }
         for part in parts or tuple(sizes):
             if sizes[part] < context + 1:
+                whose = shortest if part == "train" else self.name
                 raise CorpusError(
-                    f"{self.name}: the {part} part has {sizes[part]} tokens, "
+                    f"{whose}: the {part} part has {sizes[part]} tokens, "
                     f"fewer than one context of {context} + 1; {advice}"
                 )
 
