@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial, wraps
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from blocktrain.serving.entry.failover import AnswerFailed
 from blocktrain.serving.line.stage_line import StageRefused
 from blocktrain.serving.stage.stage import Stage
 from conftest import random_model, tiny_config
+from support.answers import near_and_far, stage_process
 from support.serving import saved
 from support.waiting import until_async
 
@@ -309,57 +308,21 @@ async def test_another_holder_takes_over_and_the_text_is_the_same(
         assert (stats.failovers, stats.degraded) == (1, ())
 
 
-def serve_stage(folder: Path, blocks: Sequence[int], pipe: Connection) -> None:
-    """A stage in a process of its own."""
-
-    async def run() -> None:
-        stage = Stage(serve_blocks(RunModel(folder), blocks))
-        pipe.send(await stage.start())
-        await asyncio.Event().wait()
-
-    asyncio.run(run())
-
-
-@asynccontextmanager
-async def near_and_far(folder: Path, near: str, far: Stage) -> AsyncIterator[Entry]:
-    """An entry with two holders, of which the one that is named is nearer."""
-    with shape_link(
-        "127.0.0.1", int(far.address.rpartition(":")[2]), Link(rtt_ms=400), apart=False
-    ) as link:
-        entry = Entry(RunModel(folder), [near, f"127.0.0.1:{link.port}"])
-        entry.shared.pace = Drafting(5)
-        await entry.start(60)
-        try:
-            yield entry
-        finally:
-            await entry.aclose()
-
-
 @in_a_loop
 async def test_a_killed_process_does_not_change_the_text(runs: dict[str, Path]) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    killed = multiprocessing.get_context("spawn").Process(
-        target=serve_stage, args=(runs["fuse"], (2, 3), theirs), daemon=True
-    )
-    killed.start()
-    theirs.close()  # a process that fails to start then ends the wait below
-    theirs.close()  # a process that fails to start then ends the wait below
-    try:
-        near = await asyncio.to_thread(ours.recv)
-        async with (
-            serving(runs["fuse"], (2, 3)) as (_, (far,)),
-            near_and_far(runs["fuse"], near, far) as entry,
-        ):
+    async with (
+        stage_process(runs["fuse"], (2, 3)) as killed,
+        serving(runs["fuse"], (2, 3)) as (_, (far,)),
+        near_and_far(runs["fuse"], killed.address, far) as entry,
+    ):
+        entry.shared.pace = Drafting(5)
 
-            async def kill() -> None:
-                assert far.sessions == 0
-                killed.kill()
+        async def kill() -> None:
+            assert far.sessions == 0
+            killed.process.kill()
 
-            text, stats = await interrupt(entry, 8, kill, 24)
-            assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
-    finally:
-        killed.kill()
-        killed.join()
+        text, stats = await interrupt(entry, 8, kill, 24)
+        assert (text, stats.failovers, stats.degraded) == (alone(FUSE, 24), 1, ())
 
 
 @in_a_loop
@@ -368,6 +331,7 @@ async def test_a_black_hole_does_not_change_the_text(runs: dict[str, Path]) -> N
         port = int(near.address.rpartition(":")[2])
         with shape_link("127.0.0.1", port, Link(rtt_ms=5), apart=False) as link:
             async with near_and_far(runs["fuse"], f"127.0.0.1:{link.port}", far) as entry:
+                entry.shared.pace = Drafting(5)
 
                 async def swallow() -> None:
                     assert far.sessions == 0

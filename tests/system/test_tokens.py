@@ -6,6 +6,8 @@ writes or serves has seen the text that the vocabulary was learned from.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,12 @@ from blocktrain.runs.folder import create_run, load_model, open_run, read_manife
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.reference import TrainingPlan
 from blocktrain.runs.results import complete
+from blocktrain.runs.served import RunModel
+from blocktrain.serving.blocks import serve_blocks
 from blocktrain.serving.entry.answer import Output, Request
+from blocktrain.serving.stage.stage import Stage
 from conftest import tiny_config, write_text
-from support.answers import ask
+from support.answers import ask, near_and_far, stage_process
 from support.command import blocktrain
 
 WORDS = {"the": "die", "amber": "grüne 東京", "birch": "naïve 🙂", "cedar": "Öl"}
@@ -80,6 +85,32 @@ def test_what_generate_writes_is_what_stages_serve(run: Path) -> None:
     assert ask(run, replace(request, mode="exact"), (1,), (2,)) == expected
     swept = ask(run, replace(request, mode="sweep", sweeps=60), (1,), (2,))
     assert swept == expected, "enough sweeps give the same text"
+
+
+def test_a_killed_stage_does_not_change_the_text(run: Path) -> None:
+    """Cut anywhere, also inside a character: the other holder reads the same ids again."""
+    tokenizer = tokenizer_of(open_run(run).config)
+    prompt = tokenizer.encode(PROMPT.encode()).tolist()
+    model = load_model(run, torch.device("cpu"))
+    expected = tokenizer.decode(write(model, prompt, 40, Sampler(5, 0.8)))
+    request = Request(PROMPT.encode(), 40, seed=5, temperature=0.8, mode="autoregressive")
+
+    async def answer() -> tuple[bytes, int]:
+        text, far = b"", Stage(serve_blocks(RunModel(run), (1, 2)))
+        await far.start()
+        async with (
+            contextlib.aclosing(far),
+            stage_process(run, (1, 2)) as killed,
+            near_and_far(run, killed.address, far) as entry,
+        ):
+            async for piece in entry.generate(request):
+                text += piece.text
+                if text and killed.process.is_alive():
+                    killed.process.kill()
+                    killed.process.join()
+        return text, piece.stats.failovers
+
+    assert asyncio.run(answer()) == (expected, 1)
 
 
 def test_a_stop_word_is_found_across_tokens_and_characters(run: Path) -> None:
