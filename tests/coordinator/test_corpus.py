@@ -63,6 +63,26 @@ def test_a_damaged_shard_is_not_sent_and_a_missing_one_is_named(tmp_path: Path) 
         open_coordinator(tmp_path)
 
 
+def test_a_corpus_that_was_prepared_again_replaces_damaged_shards(tmp_path: Path) -> None:
+    begin(tmp_path).close()
+    changed, cut = linked(tmp_path)[:2]
+    for bad, content in (
+        (changed, b"\xff" + changed.read_bytes()[1:]),
+        (cut, cut.read_bytes()[:-1]),
+    ):
+        bad.unlink()  # it is the very file of the prepared corpus
+        bad.write_bytes(content)
+    other = tmp_path / "other"
+    (other / "shards").mkdir(parents=True)
+    (other / "index.json").write_text("{}")
+    with pytest.raises(RunError, match=f"shard {cut.name} has another size"):
+        open_coordinator(tmp_path, corpus=other)
+    coordinator = open_coordinator(tmp_path, corpus=prepared() / "corpus")
+    for bad in (changed, cut):
+        assert b"".join(coordinator.blob(bad.name))
+    coordinator.close()
+
+
 def test_a_prepared_corpus_that_is_damaged_begins_no_run(tmp_path: Path) -> None:
     shutil.copytree(prepared(), tmp_path / "prepared")
     shard = next((tmp_path / "prepared" / "corpus" / "shards").iterdir())

@@ -6,6 +6,7 @@ each must be there with its size. Its hash is checked when it is first sent.
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def store_corpus(blobs: Blobs, folder: Path, config: Config) -> Blob:
     try:
         content = (folder / "index.json").read_bytes()
         index = read_index(content)
-        files = {shard.sha256: folder / "shards" / f"{shard.sha256}.tok" for shard in index.shards}
+        files = _shard_files(index, folder)
         for shard in index.shards:
             size, path = index.file_bytes(shard), files[shard.sha256]
             if path.stat().st_size != size:
@@ -42,6 +43,17 @@ def store_corpus(blobs: Blobs, folder: Path, config: Config) -> Blob:
         )
     blobs.link(files)
     return Blob(sha256=blobs.put(content), length=len(content))
+
+
+def restore_shards(blobs: Blobs, folder: Path) -> None:
+    """Link the shards again, if the corpus of the run was prepared again after it was damaged."""
+    content = (folder / "index.json").read_bytes()
+    if blobs.has(hashlib.sha256(content).hexdigest()):
+        blobs.link(_shard_files(read_index(content), folder))
+
+
+def _shard_files(index: CorpusIndex, folder: Path) -> dict[str, Path]:
+    return {shard.sha256: folder / "shards" / f"{shard.sha256}.tok" for shard in index.shards}
 
 
 class RunCorpus:

@@ -163,7 +163,7 @@ def _has_reference(plan: TrainingPlan, warn: Callable[[str], None]) -> bool:
 def _coordinator(plan: TrainingPlan) -> Iterator[WatchedCoordinator]:
     """The run's coordinator. The first start makes its run from the settings and the corpus."""
     try:
-        coordinator = open_coordinator(plan.run.folder / "coordinator")
+        coordinator = open_coordinator(plan.run.folder / "coordinator", corpus=plan.corpus().folder)
     except FolderInUse as error:
         raise RunError(
             f"`blocktrain train` is already running in {plan.run.folder} (process "

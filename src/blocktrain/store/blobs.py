@@ -91,6 +91,13 @@ class FolderBlobReader:
             partial.unlink(missing_ok=True)
 
 
+def _is_link_or_copy(target: os.stat_result, source: os.stat_result) -> bool:
+    """The same file, or one on another disk with the same size."""
+    if target.st_dev == source.st_dev:
+        return target.st_ino == source.st_ino
+    return target.st_size == source.st_size
+
+
 def _link(path: Path, target: Path) -> None:
     """A hard link; to another disk a symbolic one; a copy where there are no links."""
     try:
@@ -170,7 +177,7 @@ class FolderBlobs(FolderBlobReader):
             self._fail(f"take over the files of the corpus ({error.filename})", error)
 
     def _link_file(self, path: Path, target: Path) -> None:
-        if target.is_file() and target.stat().st_size == path.stat().st_size:
+        if target.is_file() and _is_link_or_copy(target.stat(), path.stat()):
             return  # of an earlier start
         partial = self._partial / target.name
         partial.unlink(missing_ok=True)

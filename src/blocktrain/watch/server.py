@@ -16,6 +16,7 @@ from starlette.types import Send
 
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.coordinator.calls import Coordinator
+from blocktrain.coordinator.corpus import restore_shards
 from blocktrain.coordinator.http import CoordinatorFront, CoordinatorRoutes
 from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import calls
@@ -41,10 +42,17 @@ class WatchedCoordinator(Coordinator):
         return status_of(run, now, self.feed)
 
 
-def open_coordinator(folder: Path, clock: Clock | None = None) -> WatchedCoordinator:
-    """The coordinator of a folder, with the run that is in it or with none yet."""
+def open_coordinator(
+    folder: Path, clock: Clock | None = None, corpus: Path | None = None
+) -> WatchedCoordinator:
+    """The coordinator of a folder, with the run that is in it or with none yet.
+
+    From a prepared corpus it takes the shards of its run, in case its own are damaged.
+    """
     store = open_store(folder)
     try:
+        if corpus is not None:
+            restore_shards(store.blobs, corpus)
         identity, feed = open_identity(folder / "coordinator.pem"), Feed(folder / EVENTS)
         coordinator = WatchedCoordinator(store, identity, clock or SystemClock(), Narrator(feed))
         coordinator.feed = feed
