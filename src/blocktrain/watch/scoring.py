@@ -27,8 +27,9 @@ ScoreRequest = dict[str, Any]
 class ScoringThread:
     """Scores at once, then new versions with pauses in between, then the finished run.
 
-    `share` is the part of the time that it takes, at most. Without `whole_run` it begins after a
-    pause, and leaves out the finished run, which is evaluated anyway.
+    `share` is the part of a processor that it takes, at most: on a busy machine a score takes long,
+    but costs the others no more. Without `whole_run` it begins with the first trained version after
+    a pause, and leaves out the finished run, which is evaluated anyway.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class ScoringThread:
         scored: list[str] | None = None
         try:
             while (request := self._next(due, scored)) is not None:
-                scored, began = request["weights"], time.monotonic()
+                scored = request["weights"]
                 answer = self._ask(request)
+                cost = answer.pop("processor_seconds", 0.0)
                 failures = failures + 1 if "error" in answer else 0
                 if failures >= MAX_FAILURES and not self._stopped:
                     self._report(
@@ -92,8 +94,7 @@ class ScoringThread:
                     scored = None
                 else:
                     self._coordinator.feed.put("score", **answer, **request["event"])
-                took = time.monotonic() - began
-                due = time.monotonic() + max(self._pause, took / self._share - took)
+                due = time.monotonic() + max(self._pause, cost / self._share - cost)
         except BlockTrainError:
             pass  # the run is being closed
         finally:
@@ -112,7 +113,8 @@ class ScoringThread:
                 self._news.wait(delay)
                 continue
             request = self._request()
-            if request["weights"] != scored:
+            untrained = not self._whole_run and not any(request["event"]["versions"].values())
+            if request["weights"] != scored and not untrained:
                 return request
             if over:
                 self._settled.set()
