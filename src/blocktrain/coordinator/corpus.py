@@ -20,22 +20,8 @@ from blocktrain.store.contract import BlobReader, Blobs
 
 def store_corpus(blobs: Blobs, folder: Path, config: Config) -> Blob:
     """Take over a prepared corpus; its index as a blob."""
-    try:
-        content = (folder / "index.json").read_bytes()
-        index = read_index(content)
-        files = _shard_files(index, folder)
-        for shard in index.shards:
-            size, path = index.file_bytes(shard), files[shard.sha256]
-            if path.stat().st_size != size:
-                raise CorpusError(
-                    f"shard {path} is damaged: it has {path.stat().st_size} bytes instead of "
-                    f"{size}; delete {folder.resolve()} to prepare the corpus again"
-                )
-    except OSError as error:
-        raise CorpusError(
-            f"cannot read {error.filename}: {error.strerror}; "
-            f"delete {folder.resolve()} to prepare the corpus again"
-        ) from None
+    content = _read_file(folder / "index.json")
+    files = _shard_files(content, folder)
     if config.batch > MAX_SHARDS < len(files):
         raise CorpusError(
             f"a batch of {config.batch} sequences may read more than {MAX_SHARDS} shards; "
@@ -47,13 +33,40 @@ def store_corpus(blobs: Blobs, folder: Path, config: Config) -> Blob:
 
 def restore_shards(blobs: Blobs, folder: Path) -> None:
     """Link the shards again, if the corpus of the run was prepared again after it was damaged."""
-    content = (folder / "index.json").read_bytes()
+    content = _read_file(folder / "index.json")
     if blobs.has(hashlib.sha256(content).hexdigest()):
-        blobs.link(_shard_files(read_index(content), folder))
+        blobs.link(_shard_files(content, folder))
 
 
-def _shard_files(index: CorpusIndex, folder: Path) -> dict[str, Path]:
-    return {shard.sha256: folder / "shards" / f"{shard.sha256}.tok" for shard in index.shards}
+def _shard_files(content: bytes, folder: Path) -> dict[str, Path]:
+    """The files of all shards that an index names, by their hashes; each has its size."""
+    index = read_index(content)
+    files = {shard.sha256: folder / "shards" / f"{shard.sha256}.tok" for shard in index.shards}
+    try:
+        for shard in index.shards:
+            size, path = index.file_bytes(shard), files[shard.sha256]
+            if path.stat().st_size != size:
+                raise CorpusError(
+                    f"shard {path} is damaged: it has {path.stat().st_size} bytes instead of "
+                    f"{size}; delete {folder.resolve()} to prepare the corpus again"
+                )
+    except OSError as error:
+        raise _missing(error, folder) from None
+    return files
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _missing(error, path.parent) from None
+
+
+def _missing(error: OSError, folder: Path) -> CorpusError:
+    return CorpusError(
+        f"cannot read {error.filename}: {error.strerror}; "
+        f"delete {folder.resolve()} to prepare the corpus again"
+    )
 
 
 class RunCorpus:
