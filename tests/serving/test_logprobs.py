@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.learning.compose import Model
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import (
     Sampler,
     TokenScore,
@@ -25,42 +23,16 @@ from blocktrain.learning.generate import (
 )
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.blocks import serve_blocks
-from blocktrain.serving.entry.answer import Request
+from blocktrain.serving.entry.answer import Piece, Request, Stats
 from blocktrain.serving.entry.entry import Entry
-from blocktrain.serving.openai_messages import token_name
+from blocktrain.serving.openai_messages import TextChoice, token_name
 from blocktrain.serving.stage.stage import Stage
 from conftest import random_model, tiny_config
-from support.serving import Process, saved, small_model, started
+from support.serving import saved
 from support.stages import run_folder
-from support.waiting import PATIENCE
 
 TEXT = b"the heath leaves the delta by the inlet.\nthe ridge finds the grove by the marsh."
 CONTEXT = 32
-
-
-@pytest.fixture(scope="module")
-def model(corpus: TokenCorpus) -> Model:
-    return small_model(corpus)
-
-
-@pytest.fixture(scope="module")
-def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(model, tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def api(run: Path) -> Iterator[openai.OpenAI]:
-    with (
-        started("serve", str(run), "--listen", "127.0.0.1:0", cwd=run.parent) as process,
-        connect(process) as api,
-    ):
-        yield api
-
-
-def connect(process: Process) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{process.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-    )
 
 
 def expected(model: Model, ids: list[int] | bytes) -> list[float]:
@@ -190,6 +162,25 @@ def test_logprobs_of_what_is_written(api: openai.OpenAI, model: Model) -> None:
         for logprob in chunk.choices[0].logprobs.token_logprobs or []
     ]
     assert streamed[1:] == pytest.approx(expected(model, both), abs=1e-5)
+
+
+def test_a_stream_has_the_scores_of_parts_of_characters_too(api: openai.OpenAI) -> None:
+    request: dict[str, Any] = {"model": "small", "prompt": "é", "max_tokens": 40, "seed": 3}
+    request |= {"temperature": 2, "logprobs": 1}
+    whole = api.completions.create(**request).choices[0].logprobs
+    assert whole is not None and any(name.startswith("bytes:") for name in whole.tokens or [])
+    chunks = [chunk.choices[0] for chunk in api.completions.create(**request, stream=True)]
+    for field in ("tokens", "token_logprobs", "text_offset"):
+        parts = [part for c in chunks if c.logprobs for part in getattr(c.logprobs, field)]
+        assert parts == getattr(whole, field)
+
+
+def test_a_token_begins_where_its_own_text_does() -> None:
+    choice = TextChoice(0, [b"a\xe2", b" ", b"\xe2", b"\x82", b"\xacb"].__getitem__, scored=True)
+    scores = tuple(map(TokenScore, range(5)))
+    fragment = choice.take(Piece(b"a\xe2 \xe2\x82\xacb", "length", Stats("exact"), scores))
+    assert fragment.text == "a\ufffd €b" and fragment.scores is not None
+    assert [placed.offset for placed in fragment.scores] == [0, 2, 3, 3, 3]
 
 
 def test_logprobs_end_before_a_stop(api: openai.OpenAI, model: Model) -> None:

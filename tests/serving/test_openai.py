@@ -21,36 +21,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blocktrain.errors import IdentityError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.serving.entry.answer import Piece, Stats
 from blocktrain.serving.openai_messages import ApiError, Completion, TextChoice, read_completion
 from blocktrain.web.guard import read_keys
 from support.command import blocktrain
-from support.serving import Process, saved, small_model, started
+from support.serving import Process, openai_client, started
 from support.waiting import PATIENCE, until
 
 KEY = "a-key-for-the-tests"
 TEMPERATURE = 0.8  # of `blocktrain generate` and of the API, unless they are told
 LONG = {"max_tokens": 8192, "extra_body": {"mode": "autoregressive"}}
 README = Path(__file__).parents[2] / "README.md"
-
-
-@pytest.fixture(scope="module")
-def model(corpus: TokenCorpus) -> Model:
-    return small_model(corpus)
-
-
-@pytest.fixture(scope="module")
-def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(model, tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def alone(run: Path) -> Iterator[Process]:
-    """Everything in one process."""
-    with started("serve", str(run), "--listen", "127.0.0.1:0", cwd=run.parent) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +45,6 @@ def with_key(run: Path) -> Iterator[Process]:
         yield process
 
 
-def client(process: Process, key: str = KEY) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{process.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
-
-
 def local_text(
     model: Model, prompt: bytes, count: int, seed: int, temperature: float = TEMPERATURE
 ) -> str:
@@ -75,8 +53,8 @@ def local_text(
     return bytes(write(model, prompt, count, sampler)).decode(errors="replace")
 
 
-def test_the_model_is_listed(alone: Process) -> None:
-    with client(alone) as api:
+def test_the_model_is_listed(served: Process) -> None:
+    with openai_client(served) as api:
         assert [model.id for model in api.models.list()] == ["small"]
         assert api.models.retrieve("small").owned_by == "blocktrain"
         with pytest.raises(openai.NotFoundError, match="only 'small'"):
@@ -90,9 +68,9 @@ def test_the_model_is_listed(alone: Process) -> None:
     ("prompt", "count"), [("the ", 24), ("the ridge meets the ocean by the ", 70)]
 )
 def test_the_text_is_that_of_generate(
-    alone: Process, model: Model, mode: str, prompt: str, count: int
+    served: Process, model: Model, mode: str, prompt: str, count: int
 ) -> None:
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(
             model="small",
             prompt=prompt,
@@ -115,11 +93,11 @@ def test_the_text_is_that_of_generate(
     assert 1 <= details["sweeps"] <= count
 
 
-def test_sweeps_are_those_of_generate(alone: Process, model: Model) -> None:
+def test_sweeps_are_those_of_generate(served: Process, model: Model) -> None:
     sampler = Sampler(3, TEMPERATURE)
     text = bytes(write(model, b"the ", 24, sampler, mode="sweep", sweeps=2))
     extra = {"mode": "sweep", "sweeps": 2}
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(
             model="small", prompt="the ", max_tokens=24, seed=3, extra_body=extra
         )
@@ -127,8 +105,8 @@ def test_sweeps_are_those_of_generate(alone: Process, model: Model) -> None:
     assert answer.model_extra is not None and answer.model_extra["blocktrain"]["sweeps"] <= 2
 
 
-def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> None:
-    with client(alone) as api:
+def test_a_stream_is_the_same_text_in_pieces(served: Process, model: Model) -> None:
+    with openai_client(served) as api:
         request = {
             "model": "small",
             "prompt": "the ",
@@ -152,9 +130,9 @@ def test_a_stream_is_the_same_text_in_pieces(alone: Process, model: Model) -> No
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_several_choices_have_following_seeds(alone: Process, model: Model) -> None:
+def test_several_choices_have_following_seeds(served: Process, model: Model) -> None:
     expected_texts = [local_text(model, b"the ", 16, seed) for seed in (5, 6, 7)]
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(model="small", prompt=["the "], max_tokens=16, seed=5, n=3)
         assert [choice.text for choice in answer.choices] == expected_texts
         assert answer.usage is not None and answer.usage.completion_tokens == 48
@@ -166,10 +144,10 @@ def test_several_choices_have_following_seeds(alone: Process, model: Model) -> N
     assert texts == expected_texts
 
 
-def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> None:
+def test_a_stop_ends_the_text_before_itself(served: Process, model: Model) -> None:
     whole = local_text(model, b"the ", 60, 2, 0.5)
     word = whole[9:12]
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(
             model="small",
             prompt="the ",
@@ -182,8 +160,8 @@ def test_a_stop_ends_the_text_before_itself(alone: Process, model: Model) -> Non
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_a_seed_is_chosen_and_reported(alone: Process, model: Model) -> None:
-    with client(alone) as api:
+def test_a_seed_is_chosen_and_reported(served: Process, model: Model) -> None:
+    with openai_client(served) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=12)
     assert answer.model_extra is not None
     assert answer.choices[0].text == local_text(
@@ -192,10 +170,10 @@ def test_a_seed_is_chosen_and_reported(alone: Process, model: Model) -> None:
 
 
 def test_a_prompt_beyond_the_context_keeps_its_tail_and_says_so(
-    alone: Process, model: Model
+    served: Process, model: Model
 ) -> None:
     prompt = "the heath leaves the delta by the inlet.\n" * 3
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(model="small", prompt=prompt, max_tokens=20, seed=1)
     assert answer.choices[0].text == local_text(model, prompt.encode(), 20, 1)
     assert answer.usage is not None and answer.usage.model_extra is not None
@@ -248,8 +226,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG)
-def test_what_is_wrong_is_named(alone: Process, fields: dict[str, Any], param: str) -> None:
-    with client(alone) as api, pytest.raises(openai.BadRequestError) as error:
+def test_what_is_wrong_is_named(served: Process, fields: dict[str, Any], param: str) -> None:
+    with openai_client(served) as api, pytest.raises(openai.BadRequestError) as error:
         api.completions.create(model="small", prompt="a", extra_body=fields)
     assert (
         error.value.param == param
@@ -259,7 +237,7 @@ def test_what_is_wrong_is_named(alone: Process, fields: dict[str, Any], param: s
     assert param in error.value.message
 
 
-def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
+def test_defaults_that_ask_for_nothing_are_fine(served: Process) -> None:
     harmless: dict[str, Any] = {
         "echo": False,
         "logprobs": None,
@@ -276,7 +254,7 @@ def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
         "frequency_penalty": 0.0,
         "user": "somebody",
     }
-    with client(alone) as api:
+    with openai_client(served) as api:
         answer = api.completions.create(
             model="small", prompt="the ", max_tokens=4, extra_body=harmless
         )
@@ -299,7 +277,7 @@ def test_defaults_that_ask_for_nothing_are_fine(alone: Process) -> None:
     ],
 )
 def test_bodies_that_are_none(
-    alone: Process, headers: dict[str, str], body: bytes, status: int, code: str
+    served: Process, headers: dict[str, str], body: bytes, status: int, code: str
 ) -> None:
     all_headers = {
         "Host": "127.0.0.1",
@@ -307,16 +285,16 @@ def test_bodies_that_are_none(
         "Content-Length": str(len(body)),
         **headers,
     }
-    answer = raw(alone, all_headers, body)
+    answer = raw(served, all_headers, body)
     assert (
         f" {status} " in answer.splitlines()[0]
         and json.loads(answer.split("\r\n\r\n")[1])["error"]["code"] == code
     )
 
 
-def test_a_body_without_a_length_is_refused(alone: Process) -> None:
+def test_a_body_without_a_length_is_refused(served: Process) -> None:
     answer = httpx2.post(
-        f"{alone.url}/v1/completions",
+        f"{served.url}/v1/completions",
         content=iter([b"{}"]),
         headers={"Content-Type": "application/json"},
         timeout=PATIENCE,
@@ -355,17 +333,17 @@ def test_without_a_key_nobody_gets_in(with_key: Process) -> None:
     )
     assert "wants an API key" in answer.json()["error"]["message"]
     with (
-        client(with_key, "another-key-of-mine") as api,
+        openai_client(with_key, "another-key-of-mine") as api,
         pytest.raises(openai.AuthenticationError, match="not an API key"),
     ):
         api.completions.create(model="small", prompt="a")
-    with client(with_key) as api:
+    with openai_client(with_key, KEY) as api:
         assert api.completions.create(model="small", prompt="a", max_tokens=4).choices[0].text
 
 
 def test_a_disconnect_cancels_the_answer(with_key: Process) -> None:
     key = {"Authorization": f"Bearer {KEY}"}
-    with client(with_key) as api:
+    with openai_client(with_key, KEY) as api:
         for _ in range(2):
             with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
                 next(iter(stream))
@@ -390,7 +368,7 @@ def metric(process: Process, name: str, **headers: str) -> float:
 
 
 def test_a_full_queue_answers_with_retry_after(with_key: Process) -> None:
-    with client(with_key) as api:
+    with openai_client(with_key, KEY) as api:
         with api.completions.create(model="small", prompt="a", stream=True, **LONG) as stream:  # type: ignore[call-overload]
             next(iter(stream))
             with pytest.raises(openai.RateLimitError, match="try again in") as error:
@@ -408,7 +386,7 @@ def test_a_full_queue_answers_with_retry_after(with_key: Process) -> None:
         )
 
 
-def test_metrics_add_up(alone: Process) -> None:
+def test_metrics_add_up(served: Process) -> None:
     names = (
         "text_bytes_total",
         "sweeps_total",
@@ -417,12 +395,12 @@ def test_metrics_add_up(alone: Process) -> None:
         "answers_total",
         "first_byte_seconds_count",
     )
-    before = {name: metric(alone, f"blocktrain_{name}") for name in names}
-    with client(alone) as api:
+    before = {name: metric(served, f"blocktrain_{name}") for name in names}
+    with openai_client(served) as api:
         answer = api.completions.create(model="small", prompt="the ", max_tokens=30, seed=4, n=2)
     assert answer.model_extra is not None
     details = answer.model_extra["blocktrain"]
-    gained = {name: metric(alone, f"blocktrain_{name}") - before[name] for name in names}
+    gained = {name: metric(served, f"blocktrain_{name}") - before[name] for name in names}
     assert (
         gained["text_bytes_total"] == 60
         and gained["answers_total"] == gained["first_byte_seconds_count"] == 2
@@ -453,7 +431,7 @@ def test_three_processes_write_what_one_does(run: Path) -> None:
         route = f"{one.said['address']},{other.said['address']}"
         with (
             started("serve", str(run), "--route", route, *here, cwd=run.parent) as entry,
-            client(entry) as api,
+            openai_client(entry) as api,
         ):
             stream = api.completions.create(
                 model="small", prompt="the ", max_tokens=50, seed=9, stream=True
@@ -530,12 +508,12 @@ def _kill(api: openai.OpenAI, stage: Process) -> None:
 
 
 def test_the_snippet_of_the_readme_works(
-    alone: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Process, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     (code,) = (block for block in blocks if "import OpenAI" in block)
-    code = code.replace("http://127.0.0.1:8480", alone.url).replace('"001-stdlib"', '"small"')
-    assert alone.url in code and '"small"' in code
+    code = code.replace("http://127.0.0.1:8480", served.url).replace('"001-stdlib"', '"small"')
+    assert served.url in code and '"small"' in code
     (tmp_path / "snippet.py").write_text(code)
     runpy.run_path(str(tmp_path / "snippet.py"))
     assert len(capsys.readouterr().out) > 20

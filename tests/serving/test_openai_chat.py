@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from blocktrain.config import Origin
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import Model
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.learning.tokenizer import load_tokenizer
 from blocktrain.runs.folder import create_run, seal
@@ -29,7 +27,7 @@ from blocktrain.serving.openai_chat import ChatCompletion, read_chat
 from blocktrain.serving.openai_messages import ApiError
 from blocktrain.serving.tokenizer_messages import tokenize, tokenizer_info
 from support.command import blocktrain
-from support.serving import Process, saved, small_model, started
+from support.serving import Process, openai_client, saved, started
 from support.tokenizer_files import byte_level
 from support.waiting import PATIENCE
 
@@ -44,30 +42,6 @@ MESSAGES: list[Any] = [
     {"role": "user", "content": "the ridge"},
 ]
 PROMPT = "Write about land.\n\nUser: the sea\nAssistant: the ocean.\nUser: the ridge\nAssistant:"
-
-
-@pytest.fixture(scope="module")
-def model(corpus: TokenCorpus) -> Model:
-    return small_model(corpus)
-
-
-@pytest.fixture(scope="module")
-def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(model, tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def served(run: Path) -> Iterator[Process]:
-    with started("serve", str(run), "--listen", "127.0.0.1:0", cwd=run.parent) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def api(served: Process) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
-    ) as api:
-        yield api
 
 
 def expected(model: Model, count: int, seed: int, prompt: str = PROMPT) -> str:
@@ -179,6 +153,16 @@ def test_what_is_wrong_with_a_chat_is_named(
     assert error.value.param == param and param in error.value.message
 
 
+def test_lengths_are_refused_in_words() -> None:
+    for messages, model, sentence in (
+        ([], "small", "^messages must have at least 1 item$"),
+        ([MESSAGES[0]] * 1025, "small", "^messages must have at most 1024 items$"),
+        (MESSAGES, "", "^model must have at least 1 character$"),
+    ):
+        with pytest.raises(ApiError, match=sentence):
+            read_chat(json.dumps({"model": model, "messages": messages}).encode())
+
+
 def test_fields_that_ask_for_nothing_are_fine(api: openai.OpenAI) -> None:
     harmless = {"tools": [], "response_format": {"type": "text"}, "store": False, "logprobs": False}
     answer = api.chat.completions.create(
@@ -264,7 +248,7 @@ def test_a_template_of_the_model_is_used_and_serve_may_name_another(
             "127.0.0.1:0",
             cwd=tmp_path,
         ) as process,
-        openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", timeout=PATIENCE) as api,
+        openai_client(process) as api,
     ):
         answer = api.chat.completions.create(
             model="other", messages=[{"role": "user", "content": "by"}], max_tokens=12, seed=1

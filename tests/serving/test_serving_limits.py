@@ -14,24 +14,17 @@ import pytest
 import trustme
 
 from blocktrain.errors import ConfigError
-from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.runs.served import RunModel
 from blocktrain.serving import request_queue
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.openai_api import ServingRules, build_app
 from blocktrain.web import guard, sse
 from blocktrain.web.server import AppServer, Where
-from support.serving import saved, small_model
 from support.waiting import PATIENCE
 
 LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
 SHORT = {"model": "small", "max_tokens": 4, "mode": "autoregressive"}
 Scenario = Callable[[httpx2.AsyncClient, AppServer], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def run(corpus: TokenCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(small_model(corpus), tmp_path_factory.mktemp("limits") / "small")
 
 
 def serving(

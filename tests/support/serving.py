@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 
 from blocktrain.learning.compose import Model
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
@@ -72,3 +73,8 @@ def started(*arguments: str, cwd: Path) -> Iterator[Process]:
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def openai_client(process: Process, key: str = "none") -> openai.OpenAI:
+    """OpenAI's own client; what fails is not tried again."""
+    return openai.OpenAI(base_url=f"{process.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)

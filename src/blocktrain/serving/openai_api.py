@@ -359,12 +359,13 @@ def _take(choices: list[TextChoice], item: _IndexedPiece) -> None:
 
 
 def _chunk(job: TextJob, choices: list[TextChoice], item: _IndexedPiece) -> bytes:
-    """A piece as it is sent; empty while a character is incomplete."""
+    """A piece as it is sent; empty while a character is incomplete and no scores came with it."""
     if item is None:
         return ALIVE
     choice = choices[item[0]]
     fragment = choice.take(item[1])
-    return m.chunk(job, choice, fragment) if fragment.text or choice.finish else b""
+    has_news = fragment.text or fragment.scores or choice.finish
+    return m.chunk(job, choice, fragment) if has_news else b""
 
 
 def encode_prompts(job: TextJob, tokenizer: Tokenizer) -> TextJob:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -143,7 +144,9 @@ class Completion(AnswerFields):
             return tuple(value)
         every = [value] if isinstance(value[0], int) else value
         if not all(isinstance(ids, list) and ids and all(map(_is_id, ids)) for ids in every):
-            raise ValueError("must be only texts or only lists of token ids, none of them empty")
+            raise ValueError(
+                "must be only texts or only lists of token ids (0 or more), none of them empty"
+            )
         return tuple(map(tuple, every))
 
 
@@ -194,6 +197,7 @@ def _validation_error(error: ValidationError) -> ApiError:
         return ApiError(400, sentence, "invalid_value", param=sentence.split()[0])
     sentence = sentence if sentence.startswith("must") else sentence[:1].lower() + sentence[1:]
     sentence = sentence.removeprefix("input should be ").removeprefix("field ")
+    sentence = re.sub(r"^\w+ should have (at \w+ \d+ \w+).*", r"must have \1", sentence)
     if first["type"] == "missing":
         sentence = "is required"
     elif not sentence.startswith("must"):
@@ -353,8 +357,10 @@ class TextChoice:
             return Fragment(text, None)
         known = len(self.scores)
         for score in piece.scores:
-            self.scores.append(PlacedScore(score, self._offset))
-            self._offset += len(self._place.decode(self.decode(score.token)))
+            content, before = self.decode(score.token), self._offset
+            self._offset += len(self._place.decode(content))
+            own = len(codecs.utf_8_decode(content, "replace")[0])  # not what it ends of others
+            self.scores.append(PlacedScore(score, max(before, self._offset - own)))
         return Fragment(text, tuple(self.scores[known:]))
 
     @property
