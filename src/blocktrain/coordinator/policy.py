@@ -39,7 +39,7 @@ class Policy(BaseModel):
     rounds: int | None = Field(default=None, ge=1)
     """Rounds of each block after which the run ends (it ends at the latest after `steps` steps)."""
     tokens: int | None = Field(default=None, ge=1)
-    """Bytes of text, over all blocks, after which the run ends."""
+    """Tokens that all blocks together read until the run ends."""
     max_staleness: int = Field(default=4, ge=0, le=1000)
     """Versions that a late update may be behind and still count."""
     decay: float = Field(default=0.7, gt=0, le=1)
