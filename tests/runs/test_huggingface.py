@@ -30,6 +30,7 @@ from blocktrain.runs.folder import RunFolder, load_model, seal
 from blocktrain.runs.huggingface.export import export_run
 from blocktrain.runs.huggingface.tokenizer import pad_id, write_tokenizer
 from blocktrain.runs.huggingface.weights import write_weights
+from blocktrain.serving.chat_template import default_template
 from conftest import random_model, tiny_config, write_text
 from support.command import blocktrain
 from support.serving import saved
@@ -218,6 +219,19 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     with pytest.raises(RunError, match=re.escape(sentence)):
         export_run(folder, folder / "hf")
     assert sorted(folder.rglob("*")) == before
+
+
+def test_an_export_has_a_chat_template_that_works(run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    template = folder / "model" / "chat_template.jinja"
+    template.unlink()
+    export_run(folder, tmp_path / "default")
+    kept = (tmp_path / "default" / "chat_template.jinja").read_text()
+    assert kept == default_template().source
+    template.write_text("{% for message in messages %}")
+    with pytest.raises(ConfigError, match="is not a Jinja template"):
+        export_run(folder, tmp_path / "broken")
+    assert not (tmp_path / "broken").exists()
 
 
 def test_a_model_that_needs_noise_is_refused(tmp_path: Path) -> None:

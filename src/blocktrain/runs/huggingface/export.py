@@ -31,6 +31,7 @@ from blocktrain.runs.folder import ModelManifest, read_manifest, write_json
 from blocktrain.runs.huggingface.card import write_card
 from blocktrain.runs.huggingface.tokenizer import pad_id, write_tokenizer
 from blocktrain.runs.huggingface.weights import model_tensors, write_weights
+from blocktrain.runs.served import chat_template
 
 CODE = ("configuration_blocktrain.py", "modeling_blocktrain.py")
 
@@ -43,12 +44,11 @@ def export_run(
     The card calls it by `name`, or else by its folder.
     """
     manifest = read_manifest(folder)
-    fusion = fusion_block(manifest)
+    fusion, template = fusion_block(manifest), chat_template(folder)
     with new_folder(out) as partial:
         write_model(manifest, fusion, partial, progress)
         write_tokenizer(tokenizer_of(manifest.config), manifest.config.context, partial)
-        if manifest.run.chat_template.is_file():
-            shutil.copyfile(manifest.run.chat_template, partial / "chat_template.jinja")
+        (partial / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         write_card(manifest, name or str(out), partial)
 
 
