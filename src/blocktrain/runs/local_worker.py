@@ -5,6 +5,7 @@ Apart from `local`, so that this process does not load the coordinator.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ class LocalWorker:
 def work(channel: Channel, options: LocalWorker) -> None:
     """Train one block, the one that the coordinator gives this process, to its end."""
     use_threads(options.threads)
-    client = HttpClient(options.url, options.token)
     machine = Machine(str(pick_device(options.device)))
     reporter = ChannelReporter(channel, options.steps)
-    with own_identity(options.cache) as identity:
+    with (
+        closing(HttpClient(options.url, options.token)) as client,
+        own_identity(options.cache) as identity,
+    ):
         worker = Worker(
             client,
             options.cache,
