@@ -146,6 +146,20 @@ def test_columns_of_a_table(tmp_path: Path) -> None:
     assert whole(open_corpus(f"{tmp_path}/a.parquet:body", tmp_path)) == WHOLE
 
 
+def test_a_damaged_table_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_table(path, "text")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 255
+    content[len(content) // 3 + 1] ^= 255
+    for wrong in (bytes(content), bytes(content[: len(content) // 2])):
+        path.write_bytes(wrong)
+        with pytest.raises(
+            CorpusError, match=r"a\.parquet is damaged or no parquet.*fetch it again"
+        ):
+            open_corpus(path, tmp_path)
+
+
 def test_a_lone_surrogate_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "abc \\ud83d def"}\n' * 20)
     assert b"abc \xed\xa0\xbd def" in whole(open_corpus(tmp_path / "a.jsonl", tmp_path))

@@ -273,10 +273,11 @@ class BeginFlags:
             if freeze or new_fusion:
                 raise ConfigError("--freeze and --new-fusion need --from RUN")
             return None
-        if str(folder).startswith(("http://", "https://", "http:/", "https:/")):
+        scheme, separator, rest = str(folder).partition(":/")
+        if separator and scheme in ("http", "https"):
             raise ConfigError(
-                f"--from {folder}: fetch that model first with `blocktrain pull URL --out RUN`, "
-                "then use --from RUN"
+                "--from takes a run folder: fetch that model first with `blocktrain pull "
+                f"{scheme}://{rest.lstrip('/')} --out RUN`, then use --from RUN"
             )
         folder = Path(folder).resolve()
         if out is not None and out.resolve() in (folder, folder / "coordinator"):

@@ -115,8 +115,8 @@ def require_text(text: bytes, name: str, *, first: bool) -> None:
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """A file with an object in each line; one of its fields is a document."""
+class _ColumnFile:
+    """A file with many documents, of which each is in the same column."""
 
     file: StoredFile
     column: str
@@ -124,6 +124,10 @@ class JsonLines:
     @property
     def identity(self) -> tuple[str, ...]:
         return (*self.file.identity, self.column)
+
+
+class JsonLines(_ColumnFile):
+    """A file with an object in each line; one of its fields is a document."""
 
     def pieces(self, start: Mark) -> Iterator[TextPiece]:
         offset, number, skip = start
@@ -204,16 +208,8 @@ def document_pieces(
             yield TextPiece(piece, mark, last, read)
 
 
-@dataclass(frozen=True)
-class ParquetFile:
+class ParquetFile(_ColumnFile):
     """A table; every row of one of its columns is a document."""
-
-    file: StoredFile
-    column: str
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        return (*self.file.identity, self.column)
 
     def pieces(self, start: Mark) -> Iterator[TextPiece]:
         try:
@@ -229,7 +225,9 @@ class ParquetFile:
                 table = parquet.ParquetFile(content.stream, pre_buffer=False)
                 self._require_column(table.schema_arrow, pyarrow.types)
                 yield from self._rows(table, start)
-            except pyarrow.ArrowException as error:
+            except (pyarrow.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise  # of the disk, not of pyarrow
                 reason = " ".join(str(error).split())[:200]
                 raise CorpusError(
                     f"{self.file.name} is damaged or no parquet file ({reason}); fetch it again"
