@@ -267,7 +267,10 @@ TEXTS = {
 }
 BINARIES = {
     "random": (np.random.default_rng(0).bytes(30_000), "NUL bytes"),
-    "utf-16": ("plain text\n".encode("utf-16") * 900, "NUL bytes"),
+    "utf-16": (
+        "plain text\n".encode("utf-16") * 900,
+        r"NUL bytes \(if it is UTF-16, .* converts it\)",
+    ),
     "zeros at the end": (b"text\n" * 4000 + bytes(20_000), "NUL bytes"),
     "zeros in the middle": (b"text\n" * 40_000 + bytes(90_000) + b"text\n" * 40_000, "NUL bytes"),
     "control": (b"\x01\x02abcdefgh" * 3000, "20% control characters"),

@@ -20,6 +20,7 @@ ROWS = 64  # of a table, read at once
 CONTROL_BYTES = bytes(b for b in range(32) if chr(b) not in "\t\n\r\f\v\b\x1b")
 MOST_CONTROL = 0.02  # share of control bytes in a text
 LEAST_SAMPLE = 256
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 COLUMN = "text"
 TEXT_SUFFIXES = (
     ".txt",
@@ -109,6 +110,8 @@ def require_text(text: bytes, name: str, *, first: bool) -> None:
     too_many = share > MOST_CONTROL and len(text) >= LEAST_SAMPLE
     if too_many or (first and b"\0" in text):
         what = "NUL bytes" if b"\0" in text else f"{share:.0%} control characters"
+        if first and text.startswith(UTF16_MARKS):
+            what += " (if it is UTF-16, iconv -f UTF-16 -t UTF-8 converts it)"
         raise CorpusError(
             f"{name} is not text: it has {what}; give a text file, for example in UTF-8"
         )
