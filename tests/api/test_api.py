@@ -5,13 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
+import torch
 
 import blocktrain as bt
+from blocktrain.api.model import TextOptions
+from blocktrain.api.options import CoordinateOptions, ServeOptions, TrainOptions
+from blocktrain.cli.coordinator import ListenFlags
+from blocktrain.cli.flags import BeginFlags
+from blocktrain.cli.generate import TextFlags
+from blocktrain.cli.serve import AnswerFlags, ApiFlags, RouteFlags
+from blocktrain.cli.train import TrainFlags
+from blocktrain.config import DERIVED, Config
+from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import ConfigError, RunError
 from support.command import blocktrain
 
@@ -39,7 +51,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def training(text: Path, tmp_path_factory: pytest.TempPathFactory) -> bt.Training:
     """A finished one."""
     out = tmp_path_factory.mktemp("runs") / "first"
-    training = bt.Training(str(text), out, track=["tensorboard"], **TINY)
+    training = bt.Training(text, out, track="tensorboard", **TINY)
     with pytest.raises(RunError, match="not finished"):
         _ = training.model
     events = list(training)
@@ -86,20 +98,74 @@ def test_text_scores_and_logits_are_those_of_the_commands(model: bt.TrainedModel
     )
 
 
-def test_wrong_input_is_one_sentence(model: bt.TrainedModel, tmp_path: Path) -> None:
+def test_wrong_input_is_one_sentence(model: bt.TrainedModel, text: Path, tmp_path: Path) -> None:
+    api: Any = bt  # as a script without types calls it
+    wrong_prompts: list[Any] = [5, None, ["a"], "\ud800"]
     with pytest.raises(ConfigError, match="reads 1 to 32"):
         model.logits("x" * 33)
     with pytest.raises(ConfigError, match="0 to 255"):
         model.generate([1, 256])
-    with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
-        model.generate("x", max_tokens=0)
+    for options, sentence in (
+        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"mode": "fast"}, "mode: must be 'autoregressive', 'exact' or 'sweep'"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"seed": -1}, "seed: must be at least 0"),
+        ({"sweeps": 2}, "for --mode sweep"),
+        ({"tempo": 1}, "unknown option 'tempo'; known: mode"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            model.stream("x", **options)  # at once, not when it is read
+    for prompt in wrong_prompts:
+        with pytest.raises(ConfigError, match=r"give a text|cannot be written as UTF-8"):
+            model.generate(prompt)
+    with pytest.raises(ConfigError, match="threads: must be at least 1"):
+        bt.TrainedModel(model.folder, threads=0)
     with pytest.raises(bt.BlockTrainError, match="not a run folder"):
         bt.TrainedModel(tmp_path)
     with pytest.raises(ConfigError, match="unknown setting 'widht'"):
-        bt.train("stdlib", tmp_path / "new", widht=3)
-    assert not (tmp_path / "new").exists()
+        api.train("stdlib", tmp_path / "new", widht=3)
+    new: Any = tmp_path / "new"
+    for flags, sentence in (
+        ({"threads": 0}, "threads: must be at least 1"),
+        ({"reference": "perhaps"}, "reference: must be true or false"),
+        ({"eval_bytes": -1}, "eval_bytes: must be at least 1"),
+        ({"track": "comet"}, "track: must be 'tensorboard', 'wandb' or 'mlflow'"),
+        ({"freeze": True}, "need --from RUN"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            api.train(text, new, **TINY | flags)
+    for data in (5, ["text.txt"]):
+        with pytest.raises(ConfigError, match="data: must be a text"):
+            api.train(data, new)
+    with pytest.raises(ConfigError, match="score_bytes: must be a whole number"):
+        api.coordinate(text, new, score_bytes="all")
+    assert not new.exists()
+    with pytest.raises(ConfigError, match="mode: must be 'exact'"):
+        api.serve(model, mode="fast")
+    with pytest.raises(ConfigError, match="unknown option 'modus'; known: reference, route"):
+        api.serve(model, modus="exact")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = bt.nothing
+
+
+def test_options_are_the_flags_of_the_commands() -> None:
+    def flags(*kinds: Any) -> set[str]:
+        return {field.name for kind in kinds for field in fields(kind)}
+
+    settings = Config.model_fields.keys() - set(DERIVED) | {"size"}
+    begin = settings | flags(BeginFlags) - {"data", "from_"} | {"parent", "config"}
+    assert begin | flags(TrainFlags) | {"resume", "preset"} == set(get_type_hints(TrainOptions))
+    scoring, policy = {"score_bytes", "score_seconds"}, set(Policy.model_fields)
+    coordinate = begin | flags(ListenFlags) | policy | scoring
+    assert coordinate == set(get_type_hints(CoordinateOptions))
+    serve = flags(RouteFlags, ApiFlags, AnswerFlags) - {"listen"} | {"reference"}
+    assert serve == set(get_type_hints(ServeOptions))
+    assert flags(TextFlags) - {"max_tokens"} == set(get_type_hints(TextOptions))
+
+
+def test_ids_may_be_of_numpy_or_torch(model: bt.TrainedModel) -> None:
+    ids = model.encode("the ")
+    assert model.encode(np.array(ids)) == model.encode(torch.tensor(ids)) == ids
 
 
 def test_a_training_that_is_left_goes_on_to_the_same_weights(
@@ -118,8 +184,8 @@ def test_a_training_that_is_left_goes_on_to_the_same_weights(
 def test_a_model_is_continued_on_other_text(model: bt.TrainedModel, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("fir and pine, pine and fir\n" * 3000)
-    before = model.evaluate(str(other))["composed"].bits_per_byte
-    tuned = bt.train(str(other), tmp_path / "tuned", parent=model, steps=20)
+    before = model.evaluate(other)["composed"].bits_per_byte
+    tuned = bt.train(other, tmp_path / "tuned", parent=model, new_fusion=True, steps=20)
     assert tuned.evaluate()["composed"].bits_per_byte < before - 0.5
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from blocktrain.api.model import TrainedModel
 from blocktrain.api.network import pull
-from blocktrain.cli.coordinator import ListenFlags, RunningCoordinator, read_request
+from blocktrain.api.options import CoordinateOptions, take_begin, take_flags
+from blocktrain.cli.coordinator import (
+    CoordinatorFlags,
+    ListenFlags,
+    RunningCoordinator,
+    read_request,
+)
 from blocktrain.cli.environment import new_run_folder
-from blocktrain.cli.flags import BeginFlags
+from blocktrain.cli.flags import BeginFlags, read_flags
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.protocol.status import Status
 from blocktrain.watch.feed import Listener
 
-SCORE_BYTES = 65536
+SCORING = ("score_bytes", "score_seconds")
 POLL_SECONDS = 0.2
 
 
@@ -34,14 +41,14 @@ class CoordinatedRun:
         where: ListenFlags,
         config: Path | None,
         named: tuple[dict[str, Any], dict[str, Any]],
-        score_bytes: int,
+        flags: CoordinatorFlags,
     ) -> None:
         request = read_request(config, begin, *named, out)
         self._running = RunningCoordinator(out or new_run_folder(request.data), where)
         try:
             if config or begin.data or any(named):
                 self._running.require(request)
-            self._running.start(request, score_bytes)
+            self._running.start(request, flags.score_bytes, warnings.warn, flags.score_seconds)
         except BaseException:
             self._running.close()
             raise
@@ -100,24 +107,21 @@ class CoordinatedRun:
 
 
 def coordinate(
-    data: str | None = None,
+    data: Path | str | None = None,
     out: Path | str | None = None,
-    *,
-    listen: str = "127.0.0.1:0",
-    token: str = "",
-    parent: TrainedModel | Path | str | None = None,
-    config: Path | None = None,
-    score_bytes: int = SCORE_BYTES,
-    **settings: Any,
+    **options: Unpack[CoordinateOptions],
 ) -> CoordinatedRun:
-    """Start a run, or go on with the one in `out`. Settings are those of the command's flags."""
+    """Start a run, or go on with the one in `out`. Options are the flags of the command."""
+    settings: dict[str, Any] = {"listen": "127.0.0.1:0", **options}
+    where = take_flags(ListenFlags, settings)
+    scoring = {name: settings.pop(name) for name in SCORING if name in settings}
+    begin, config = take_begin(data, settings)
     policy = {name: settings.pop(name) for name in Policy.model_fields if name in settings}
-    origin = parent.folder if isinstance(parent, TrainedModel) else parent
     return CoordinatedRun(
         None if out is None else Path(out),
-        BeginFlags(data=data, from_=None if origin is None else Path(origin)),
-        ListenFlags(listen=listen, token=token),
+        begin,
+        where,
         config,
         (settings, policy),
-        score_bytes,
+        read_flags(CoordinatorFlags, scoring),
     )

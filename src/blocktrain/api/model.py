@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import SupportsIndex, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from blocktrain.cli.environment import require_model, source
+from blocktrain.cli.flags import read_flags
+from blocktrain.cli.generate import TextFlags
 from blocktrain.config import Config
 from blocktrain.errors import ConfigError, CorpusError
 from blocktrain.learning.compose import Model
@@ -24,8 +27,8 @@ from blocktrain.runs.folder import ModelManifest, load_model, read_manifest
 from blocktrain.runs.results import evaluate_run
 
 EVAL_ADVICE = "use a longer text, or evaluate more of it"
-PromptInput = str | bytes | Sequence[int]
-"""A text, or its token ids."""
+PromptInput = str | bytes | Iterable[SupportsIndex]
+"""A text, or its token ids: a list, or an array of numpy or torch."""
 
 
 class TextOptions(TypedDict, total=False):
@@ -68,6 +71,8 @@ class TrainedModel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder))
+        if self.threads < 1:
+            raise ConfigError(f"threads: must be at least 1 (got {self.threads})")
         require_model(self.folder)
         _ = self.manifest
 
@@ -90,14 +95,16 @@ class TrainedModel:
         return tokenizer_of(self.config)
 
     def evaluate(
-        self, data: str | None = None, *, eval_bytes: int | None = None, draws: int = 1
+        self, data: Path | str | None = None, *, eval_bytes: int | None = None, draws: int = 1
     ) -> dict[str, CrossEntropy]:
         """Cross entropies on the valid split of a corpus: `composed`, and each block alone.
 
         Without `data`, of the corpus that it was trained on. `eval_bytes` takes the beginning only.
         """
+        if draws < 1:
+            raise ConfigError(f"draws: must be at least 1 (got {draws})")
         try:
-            corpus = source(self.manifest.data if data is None else data).open(self.tokenizer)
+            corpus = source(self.manifest.data if data is None else str(data)).open(self.tokenizer)
         except CorpusError as error:
             hint = "" if data else "; name another text"
             raise CorpusError(f"{error}{hint}") from None
@@ -140,27 +147,22 @@ class TrainedModel:
         self, prompt: PromptInput = "\n", max_tokens: int = 256, **options: Unpack[TextOptions]
     ) -> Iterator[str]:
         """The same text as it is written, in whole characters."""
-        if unknown := sorted(options.keys() - TextOptions.__annotations__.keys()):
-            known = ", ".join(TextOptions.__annotations__)
-            raise ConfigError(f"unknown option {unknown[0]!r}; known: {known}")
-        sampler = Sampler(
-            options.get("seed", 0), options.get("temperature", 0.8), options.get("top_p", 1.0)
-        )
-        if max_tokens < 1 or not 0 < sampler.top_p <= 1 or not sampler.temperature >= 0:
-            raise ConfigError(
-                "max_tokens must be at least 1, top_p above 0 and at most 1, "
-                "and temperature at least 0"
-            )
-        decoder, ids = self.tokenizer.decoder(), self.encode(prompt) or self.encode("\n")
+        flags = read_flags(TextFlags, {"max_tokens": max_tokens, **options})
+        flags.check()
+        return self._pieces(self.encode(prompt) or self.encode("\n"), flags)
+
+    def _pieces(self, ids: list[int], flags: TextFlags) -> Iterator[str]:
+        decoder = self.tokenizer.decoder()
+        sampler = Sampler(flags.seed, flags.temperature, flags.top_p)
         with limited_threads(self.threads):
             for token in write(
                 self.network,
                 ids,
-                max_tokens,
+                flags.max_tokens,
                 sampler,
-                mode=options.get("mode", "autoregressive"),
-                sweeps=options.get("sweeps", 1),
-                draft=options.get("draft", "first-block"),
+                mode=flags.mode,
+                sweeps=flags.sweeps,
+                draft=flags.draft,
             ):
                 if piece := decoder.text([token]):
                     yield piece
@@ -169,12 +171,17 @@ class TrainedModel:
 
     def encode(self, text: PromptInput) -> list[int]:
         """The token ids of a text; ids stay as they are, if the vocabulary has them."""
-        if isinstance(text, str | bytes):
-            raw = text.encode() if isinstance(text, str) else text
-            return [int(token_id) for token_id in self.tokenizer.encode(raw)]
-        ids = list(text)
-        if bad := [i for i in ids if type(i) is not int or not 0 <= i < self.config.vocabulary]:
+        try:
+            if isinstance(text, str | bytes):
+                raw = text.encode() if isinstance(text, str) else text
+                return [int(token_id) for token_id in self.tokenizer.encode(raw)]
+            ids = [index(token_id) for token_id in text]
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the text cannot be written as UTF-8: {error.reason}") from None
+        except TypeError:
+            raise ConfigError("give a text, bytes, or the token ids of a text") from None
+        if bad := [i for i in ids if not 0 <= i < self.config.vocabulary]:
             raise ConfigError(
-                f"{bad[0]!r} is no token id: the vocabulary has 0 to {self.config.vocabulary - 1}"
+                f"{bad[0]} is no token id: the vocabulary has 0 to {self.config.vocabulary - 1}"
             )
         return ids

@@ -25,7 +25,7 @@ def work(
     device: str = "cpu",
     memory: str = "",
     name: str = "",
-    cache: Path | None = None,
+    cache: Path | str | None = None,
     tasks: int | None = None,
     on_event: OnEvent = lambda _: None,
 ) -> WorkSummary:
@@ -34,7 +34,7 @@ def work(
     Ctrl-C finishes the step and leaves; nothing that was acknowledged is lost. `on_event` gets
     what `blocktrain worker --json` prints.
     """
-    options = WorkerOptions(url, token, device, memory, name, cache or cache_folder())
+    options = WorkerOptions(url, token, device, memory, name, Path(cache or cache_folder()))
     machine, stop, accepted = machine_of(options), threading.Event(), []
 
     def emit(kind: str, /, **fields: Any) -> None:

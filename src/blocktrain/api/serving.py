@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self, Unpack
 
 from blocktrain.api.model import TrainedModel
+from blocktrain.api.options import ServeOptions, refuse_unknown, take_flags
 from blocktrain.cli.serve import AnswerFlags, ApiFlags, RouteFlags, serve_entry
 from blocktrain.web.server import AppServer, run_loop
 
@@ -87,19 +88,19 @@ class ModelServer:
 def serve(
     model: TrainedModel | Path | str,
     listen: str = "127.0.0.1:0",
-    *,
-    route: str = "",
-    key: Path | None = None,
-    api_keys: Path | None = None,
-    mode: Literal["exact", "sweep", "autoregressive"] | None = None,
-    reference: bool = False,
+    **options: Unpack[ServeOptions],
 ) -> ModelServer:
-    """Serve a model here, or from the stages of a route. Port 0 takes a free port."""
+    """Serve a model here, or from the stages of a route. Port 0 takes a free port.
+
+    Options are the flags of the command: `route`, `api_keys`, `mode`, `chat_template` and so on.
+    """
     trained = model if isinstance(model, TrainedModel) else TrainedModel(Path(model))
-    return ModelServer(
-        trained,
-        RouteFlags(route=route, key=key),
-        ApiFlags(listen=listen, api_keys=api_keys),
-        AnswerFlags(mode=mode),
-        reference=reference,
+    flags: dict[str, Any] = {"listen": listen, **options}
+    hosts, api, answers = (
+        take_flags(RouteFlags, flags),
+        take_flags(ApiFlags, flags),
+        take_flags(AnswerFlags, flags),
     )
+    reference = bool(flags.pop("reference", False))
+    refuse_unknown(flags, ServeOptions)
+    return ModelServer(trained, hosts, api, answers, reference=reference)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, Unpack
 
 from blocktrain.api.model import TrainedModel
-from blocktrain.cli.flags import BeginFlags
+from blocktrain.api.options import TrainOptions, take_begin, take_flags
 from blocktrain.cli.train import (
     TrainFlags,
     TrainRequest,
@@ -26,34 +25,28 @@ from blocktrain.runs.report import write_report
 from blocktrain.runs.results import complete
 from blocktrain.watch.trackers import tracking
 
-FLAGS = {field.name for field in fields(TrainFlags)}
-
 
 class Training:
     """One run. Iterate over it to train; what it gives are the events of its events.jsonl.
 
     Stopping early (`break`, Ctrl-C) saves: a new one with `resume=True` and the same `out` goes on
-    to the same weights. Settings and flags are those of the command: `size="2M"`, `steps=200`,
-    `reference=True`, `track=["wandb"]`. `parent` is a trained run to go on from.
+    to the same weights. Options are the settings and flags of the command: `size="2M"`,
+    `steps=200`, `reference=True`, `track=["wandb"]`. `parent` is a trained run to go on from.
     """
 
     def __init__(
         self,
-        data: str | None = None,
+        data: Path | str | None = None,
         out: Path | str | None = None,
-        *,
-        parent: TrainedModel | Path | str | None = None,
-        resume: bool = False,
-        preset: str | None = None,
-        config: Path | str | None = None,
-        **settings: Any,
+        **options: Unpack[TrainOptions],
     ) -> None:
-        origin = parent.folder if isinstance(parent, TrainedModel) else parent
-        begin = BeginFlags(data=data, from_=None if origin is None else Path(origin))
-        self._flags = TrainFlags(**{k: v for k, v in settings.items() if k in FLAGS})
-        named = {k: v for k, v in settings.items() if k not in FLAGS}
-        path = None if config is None else Path(config)
-        request = TrainRequest(begin, preset, path, named, self._flags.reference)
+        settings: dict[str, Any] = {**options}
+        if isinstance(track := settings.get("track"), str):
+            settings["track"] = (track,)
+        self._flags = take_flags(TrainFlags, settings)
+        begin, config = take_begin(data, settings)
+        resume, preset = settings.pop("resume", False), settings.pop("preset", None)
+        request = TrainRequest(begin, preset, config, settings, self._flags.reference)
         folder = None if out is None else Path(out)
         self._run = (
             resume_run(folder, request)
@@ -128,17 +121,9 @@ class Training:
 
 
 def train(
-    data: str | None = None,
+    data: Path | str | None = None,
     out: Path | str | None = None,
-    *,
-    parent: TrainedModel | Path | str | None = None,
-    resume: bool = False,
-    preset: str | None = None,
-    config: Path | str | None = None,
-    **settings: Any,
+    **options: Unpack[TrainOptions],
 ) -> TrainedModel:
     """Train a model to its end and return it; arguments as in `Training`."""
-    training = Training(
-        data, out, parent=parent, resume=resume, preset=preset, config=config, **settings
-    )
-    return training.run()
+    return Training(data, out, **options).run()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar, get_type_hints
 
 from cyclopts import (
     Argument,
@@ -21,9 +21,9 @@ from cyclopts import (
 )
 from cyclopts import Token as Word
 from cyclopts import ValidationError as WrongValue
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, create_model
 
-from blocktrain.config import DERIVED, Config, Origin, sentence
+from blocktrain.config import DERIVED, Config, Origin, sentence, words
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import ConfigError
 from blocktrain.sizes import SIZES
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
 
 HELP_ALL = "--help-all"
+Flags = TypeVar("Flags")
 
 
 class RarePanel:
@@ -285,6 +286,29 @@ class BeginFlags:
                 f"a run cannot go on from its own folder: name another one than {out} with --out"
             )
         return Origin(str(folder), freeze, new_fusion)
+
+
+def read_flags(kind: type[Flags], values: Mapping[str, Any]) -> Flags:
+    """Flags that a script names, with the checks of the command line."""
+    hints, checked = get_type_hints(kind, include_extras=True), {}
+    for name, value in values.items():
+        if name not in hints:
+            raise ConfigError(f"unknown option {name!r}; known: {', '.join(hints)}")
+        hint = hints[name]
+        try:
+            checked[name] = TypeAdapter(hint).validate_python(value)
+            for check in _validators(hint):
+                check(hint, checked[name])
+        except ValidationError as error:
+            raise ConfigError(f"{name}: {words(error.errors()[0])} (got {value!r})") from None
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error} (got {value!r})") from None
+    return kind(**checked)
+
+
+def _validators(hint: Any) -> list[Callable[[object, Any], None]]:
+    found: list[Any] = [part.validator for part in hint.__metadata__ if type(part) is Parameter]
+    return [check for validators in found for check in validators]
 
 
 def named_settings(settings: Any) -> dict[str, Any]:
