@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from blocktrain.errors import CorpusError
 from blocktrain.learning.corpus.hub import DatasetName, group_by_split, parse
+from blocktrain.learning.corpus.source import absolute
 from support.fake_hub import serve_hub
 
 
@@ -133,3 +134,12 @@ def test_files_are_grouped_by_their_names() -> None:
     }
     names = ["dev.jsonl", "train.jsonl"]
     assert group_by_split(names, [], "", "x") == {"dev": names[:1], "train": names[1:]}
+
+
+def test_a_folder_named_hf_hides_no_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hf").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert absolute("hf:org/data") == "hf:org/data"
+    assert absolute("hf") == str(tmp_path / "hf")

@@ -214,7 +214,8 @@ def split_column(spec: str) -> tuple[str, str]:
 def absolute(spec: str) -> str:
     """A spec that works from any working directory: names stay, paths become absolute."""
     path, column = split_column(spec)
-    if spec == "stdlib" or spec in _WIKITEXT or not spec or not Path(path).exists():
+    is_name = spec == "stdlib" or spec in _WIKITEXT or spec.startswith(hub.PREFIX)
+    if is_name or not spec or not Path(path).exists():
         return spec
     return str(Path(path).resolve()) + (f":{column}" if column else "")
 
