@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from blocktrain.errors import BlockTrainError
@@ -75,6 +76,9 @@ class ScoringThread:
         self._news.set()
         if self._thread.ident is not None:
             self._thread.join(5)
+        if self._child is not None:
+            with suppress(OSError), self._child:  # closes its pipes, and waits for its end
+                pass
 
     def _work(self) -> None:
         due, failures = 0.0 if self._whole_run else time.monotonic() + self._pause, 0
