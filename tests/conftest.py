@@ -36,11 +36,11 @@ Tiny = Callable[..., Config]
 
 # Files that take longest start first, so that no core is idle at the end.
 LONGEST = (
+    "test_bench_serving",
+    "test_bench_transport",
     "test_docs",
     "test_golden",
-    "test_bench_serving",
     "test_bench_quality",
-    "test_bench_transport",
     "test_faults",
     "test_examples",
     "test_notebooks",

@@ -25,7 +25,7 @@ from blocktrain.learning.corpus.source import Source
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.folder import RunFolder, open_run, publish
 from conftest import train_model
-from support.command import blocktrain
+from support.command import Command, blocktrain, environment, start
 
 TINY = [
     "--blocks",
@@ -199,8 +199,9 @@ def test_a_terminal_gets_escapes_and_a_pipe_gets_bytes(trained: Path, tmp_path: 
 def _output(words: list[str], cwd: Path, *, terminal: bool) -> bytes:
     """What a command writes to stdout, which is a terminal or a pipe."""
     ours, theirs = os.openpty() if terminal else os.pipe()
-    command = [sys.executable, "-m", "blocktrain", *words]
-    with subprocess.Popen(command, cwd=cwd, stdout=theirs, stderr=subprocess.PIPE) as process:
+    with Command[bytes](
+        tuple(words), cwd=cwd, env=environment(cwd), stdout=theirs, stderr=subprocess.DEVNULL
+    ) as process:
         os.close(theirs)
         written = b""
         with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
@@ -215,22 +216,11 @@ def test_training_stops_on_ctrl_c_and_resumes_to_the_same_weights(
     tmp_path: Path, text: Path
 ) -> None:
     settings = ["--data", str(text), *TINY[:-1], "200"]
-    command = [
-        sys.executable,
-        "-m",
-        "blocktrain",
-        "train",
-        "--out",
-        "cut",
-        "--reference",
-        *settings,
-    ]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = start("train", "--out", "cut", "--reference", *settings, cwd=tmp_path)
     _until(lambda: '"step"' in _read(tmp_path / "cut" / "events.jsonl"), process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=280)
-    assert process.returncode == 130
-    assert "continue with --resume" in errors
+    assert process.wait(280) == 130
+    assert "continue with --resume" in (tmp_path / "train.err").read_text()
     assert not (tmp_path / "cut" / "result.json").exists()
     again = blocktrain("train", "--resume", "--out", "cut", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -559,12 +549,13 @@ main()
 
 def test_help_teaches_and_starts_fast(tmp_path: Path) -> None:
     began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    done = blocktrain("train", "--help", cwd=tmp_path)
-    assert "Ctrl-C saves" in done.stdout
-    shown = set(re.findall(r"--[a-z][a-z-]*", done.stdout)) - {"--help-all"}
+    command = [sys.executable, "-m", "blocktrain", "train"]
+    text = subprocess.check_output([*command, "--help"], cwd=tmp_path, text=True)
+    assert "Ctrl-C saves" in text
+    shown = set(re.findall(r"--[a-z][a-z-]*", text)) - {"--help-all"}
     assert {"--data", "--size", "--tokenizer", "--steps", "--batch", "--device"} <= shown
     assert len(shown) <= 20, "the settings that people change, no more"
-    everything = blocktrain("train", "--help-all", cwd=tmp_path).stdout
+    everything = subprocess.check_output([*command, "--help-all"], cwd=tmp_path, text=True)
     assert all(flag in everything for flag in (*shown, "--feature-dropout", "--width"))
     code = "import sys, blocktrain.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
