@@ -34,7 +34,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -51,6 +50,9 @@ import safetensors.numpy
 import torch
 from backports import zstd
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from support.command import Command
+from support.command import run as run_command
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORD = os.environ.get("BLOCKTRAIN_GOLDEN") == "record"
@@ -139,14 +141,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def run(folder: Path, *words: str) -> bytes:
     """What a command that ends writes to stdout."""
-    done = subprocess.run(
-        [sys.executable, "-m", "blocktrain", *words],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = run_command(words, PATIENCE, cwd=folder, env=environment(folder))
     assert done.returncode == 0, f"{words}: {done.stderr.decode(errors='replace')[-2000:]}"
     return done.stdout
 
@@ -184,8 +179,8 @@ def staying(folder: Path, name: str, *words: str) -> Iterator[Staying]:
     """As long as the block lasts."""
     out = folder / f"{name}.out"
     with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "blocktrain", *words, "--listen", "127.0.0.1:0", "--json"],
+        process = Command[bytes](
+            (*words, "--listen", "127.0.0.1:0", "--json"),
             cwd=folder,
             env=environment(folder),
             stdout=stdout,
