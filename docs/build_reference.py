@@ -11,12 +11,12 @@ import json
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, is_typeddict
 
 from mkdocs.structure.files import File
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
@@ -84,7 +84,23 @@ def python_api() -> str:
                 for key, member in vars(exported).items()
                 if not key.startswith("_") and callable(_function(member))
             ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_options()]) + "\n"
+
+
+def _options() -> Iterator[str]:
+    """The sets of options that signatures name as `Unpack[...]`."""
+    from blocktrain.api import options
+
+    yield "## Options"
+    kinds = {name: kind for name, kind in vars(options).items() if is_typeddict(kind)}
+    for name, kind in kinds.items():
+        keys = kind.__annotations__
+        # Python 3.11 does not keep the bases of a TypedDict.
+        bases = [base for base in kinds if kinds[base].__annotations__.items() < keys.items()]
+        inherited = {key for base in bases for key in kinds[base].__annotations__}
+        own = [f"    {key}: {a.__forward_arg__}" for key, a in keys.items() if key not in inherited]
+        code = "\n".join([f"class {name}({', '.join(bases[-1:]) or 'TypedDict'}):", *own])
+        yield f"### {name}\n\n{inspect.getdoc(kind)}\n\n```python\n{code}\n```"
 
 
 def _function(member: object) -> object:

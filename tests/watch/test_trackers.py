@@ -119,3 +119,13 @@ def test_a_tracker_that_cannot_start_says_why(
         TrackerSink("broken", tmp_path, {"absent": 1})
     with pytest.raises(ConfigError, match="known: tensorboard, wandb, mlflow"):
         TrackerSink("nothing", tmp_path, {})
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_a_run_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(trackers.TRACKERS, "absent_package", Broken)
+    with pytest.raises(ConfigError, match=r"pip install 'blocktrain\[absent_package\]'"):
+        trackers.require_trackers(["tensorboard", "absent_package"])
+    with pytest.raises(ConfigError, match="unknown tracker 'x'"):
+        trackers.require_trackers(["x"])

@@ -23,7 +23,7 @@ from blocktrain.errors import RunError
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.report import write_report
 from blocktrain.runs.results import complete
-from blocktrain.watch.trackers import tracking
+from blocktrain.watch.trackers import require_trackers, tracking
 
 
 class Training:
@@ -47,6 +47,7 @@ class Training:
         begin, config = take_begin(data, settings)
         resume, preset = settings.pop("resume", False), settings.pop("preset", None)
         request = TrainRequest(begin, preset, config, settings, self._flags.reference)
+        require_trackers(self._flags.track)  # before a folder is made
         folder = None if out is None else Path(out)
         self._run = (
             resume_run(folder, request)

@@ -145,11 +145,16 @@ def coordinator(
     named = named_settings(settings), named_settings(coordination)
     request = read_request(config, begin, *named, out)
     folder = out or new_run_folder(request.data)
+    flags = flags or CoordinatorFlags()
+    if flags.track:
+        from blocktrain.watch.trackers import require_trackers
+
+        require_trackers(flags.track)  # before a folder is made
     with RunningCoordinator(folder, where) as running:
         if config or begin.data or any(named):
             running.require(request)
         _announce(running.commands, json_)
-        _serve(running, request, flags or CoordinatorFlags())
+        _serve(running, request, flags)
 
 
 class RunningCoordinator:

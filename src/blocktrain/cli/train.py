@@ -93,6 +93,10 @@ def train(
     request = TrainRequest(
         begin or BeginFlags(), preset, config, named_settings(settings), flags.reference
     )
+    if flags.track:
+        from blocktrain.watch.trackers import require_trackers
+
+        require_trackers(flags.track)  # before a folder is made
     run = resume_run(out, request) if resume else begin_run(out, request, flags.eval_bytes)
     result, page = _train(run, flags)
     if json_:

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
 from typing import Any, NamedTuple
@@ -166,6 +167,19 @@ TRACKERS: dict[str, type[Tracker]] = {
 }
 
 
+def require_trackers(names: Iterable[str]) -> None:
+    """A ConfigError names a tracker that is unknown or not installed."""
+    for name in names:
+        _require_known(name)
+        if find_spec(name) is None:  # the package has the name of the tracker
+            raise ConfigError(f"{name} is not installed: pip install 'blocktrain[{name}]'")
+
+
+def _require_known(name: str) -> None:
+    if name not in TRACKERS:
+        raise ConfigError(f"unknown tracker {name!r}; known: {', '.join(TRACKERS)}")
+
+
 class TrackerSink:
     """Passes events on to a tracker in a thread of its own, until it fails."""
 
@@ -176,8 +190,7 @@ class TrackerSink:
         settings: Parameters,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if tracker not in TRACKERS:
-            raise ConfigError(f"unknown tracker {tracker!r}; known: {', '.join(TRACKERS)}")
+        _require_known(tracker)
         self._name, self._warn, self._reader = tracker, warn, MetricReader()
         self._queue: Queue[Series | None] = Queue(MOST_WAITING)
         self._tracker = self._start(folder, settings)
