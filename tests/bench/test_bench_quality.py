@@ -30,7 +30,12 @@ NAMES = [
     "fuse_without_3",
     "fuse_same_data",
     "fuse_beside",
+    "fuse_equal_time",
+    "pool_equal_time",
+    "single_block_equal_time",
     "end_to_end_equal_time",
+    "averaged_block",
+    "averaged_end_to_end",
 ]
 
 
@@ -69,11 +74,22 @@ def test_every_row_is_there_with_its_figures(bench_result: tuple[Path, dict[str,
             row["valid_ce"] - by_name["end_to_end"]["valid_ce"], abs=1e-4
         )
         assert (
-            min(row["seconds"], row["peak_mb"], row["million_parameters"], row["distinct_mb"]) > 0
+            min(row["seconds"], row["worker_mb"], row["million_parameters"], row["distinct_mb"]) > 0
         )
     assert by_name["pool"]["valid_ce"] < by_name["single_block"]["valid_ce"]
-    assert by_name["end_to_end_equal_time"]["steps"] > by_name["end_to_end"]["steps"]
-    assert {"single_block", "pool", "fuse"} == set(result["per_seed"][0]["work"])
+    time = {name: row["time"] for name, row in by_name.items()}
+    assert time["end_to_end"] == 1
+    for name in ("single_block", "pool", "fuse"):
+        assert time[f"{name}_equal_time"] == pytest.approx(1, rel=0.03)
+    assert time["end_to_end_equal_time"] == pytest.approx(time["fuse"], rel=0.03)
+    wall = {name: row["wall_clock"] for name, row in by_name.items()}
+    assert wall["pool"] < wall["fuse"] < time["fuse"]
+    for name in ("averaged_block", "averaged_end_to_end"):
+        assert wall[name] == pytest.approx(wall["fuse"], rel=0.03)
+        assert time[name] == pytest.approx(4 * wall["fuse"], rel=0.03)
+    memory = {name: row["worker_mb"] for name, row in by_name.items()}
+    assert memory["averaged_block"] == memory["single_block"] < memory["averaged_end_to_end"]
+    assert by_name["end_to_end"]["traffic_mb"] == 0 < by_name["averaged_block"]["traffic_mb"]
     assert by_name["fuse"]["valid_ce"] < by_name["best_block"]["valid_ce"]
     assert by_name["fuse_same_data"]["distinct_mb"] < by_name["fuse"]["distinct_mb"]
     assert {"command", "seed", "machine", "settings"} < set(result)
@@ -113,6 +129,28 @@ def test_a_second_call_continues_and_other_settings_are_refused(
     other = bench(folder, "--steps", "7")
     assert other.returncode == 2
     assert "other settings" in other.stderr
+
+
+def test_gaps_of_several_results_in_one_plot(
+    bench_result: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, result = bench_result
+    longer = tmp_path / "longer"
+    longer.mkdir()
+    settings = {**result["settings"], "steps": 120}
+    (longer / "quality.json").write_text(json.dumps({**result, "settings": settings}))
+    process = blocktrain("bench", "gaps", str(longer), str(folder), "--json", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    gaps = json.loads(process.stdout)
+    assert [entry["steps"] for entry in gaps["results"]] == [60, 120]
+    row = next(row for row in gaps["rows"] if row["name"] == "fuse")
+    assert row["tiny 60"] == row["tiny 120"] == gaps["results"][0]["gaps"]["fuse"]
+    assert (tmp_path / "results" / "gaps.png").stat().st_size > 10_000
+    (longer / "quality.json").write_text("{}")
+    refused = blocktrain("bench", "gaps", str(longer), cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.count("not a result of")) == (2, 1)
+    refused = blocktrain("bench", "gaps", str(tmp_path), cwd=tmp_path)
+    assert "no quality.json" in refused.stderr
 
 
 def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from blocktrain.bench.memory import measure_memory
 from blocktrain.bench.quality import quality as jobs_of
 from blocktrain.bench.quality import table
 from blocktrain.bench.quality import tune as tuning
+from blocktrain.bench.quality.gaps import plot_gaps, read_gaps
 from blocktrain.bench.step import measure_step
 from blocktrain.bench.transport.coordinator import SwarmOptions, measure_swarm
 from blocktrain.bench.transport.coordinator import plot as plot_coordinator
@@ -62,8 +64,7 @@ def quality(options: QualityOptions) -> BenchResult:
             options.source,
             jobs_of.VALID_LIMIT[options.scale],
             options.scale == "tiny",
-            jobs_of.OURS if options.scale == "small" else tuple(jobs_of.VARIANTS),
-            jobs_of.EQUAL_TIME if options.scale == "small" else jobs_of.EQUAL_TIME[:1],
+            **jobs_of.ROWS[options.scale],
         )
         # Before anything is written, this refuses settings that some variant cannot have.
         jobs = jobs_of.jobs(setup)
@@ -117,6 +118,21 @@ def tune(options: QualityOptions) -> BenchResult:
     }
     write_json(options.folder / "tune.json", result)
     return result
+
+
+def gaps(folders: Sequence[Path], path: Path, command: str) -> BenchResult:
+    """See `bench.quality.gaps`; writes a plot."""
+    entries = read_gaps(folders)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot_gaps(path, entries)
+    console.print(f"wrote {path}")
+    names = dict.fromkeys(name for entry in entries for name in entry["gaps"])
+    columns = {f"{entry['scale']} {entry['steps']}": entry["gaps"] for entry in entries}
+    rows = [
+        {"name": name, **{column: found.get(name) for column, found in columns.items()}}
+        for name in names
+    ]
+    return {**header(command, 0), "rows": rows, "results": entries}
 
 
 def memory(command: str, seed: int, settings: dict[str, Any]) -> BenchResult:

@@ -55,6 +55,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 }
 BENCHES: tuple[Command, ...] = (
     bench.quality,
+    bench.gaps,
     bench.memory,
     bench.step,
     bench.hardware,

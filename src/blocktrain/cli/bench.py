@@ -15,7 +15,7 @@ from blocktrain.errors import ConfigError
 
 def quality(
     *,
-    scale: Literal["tiny", "standard", "small"] = "standard",
+    scale: Literal["tiny", "standard", "small", "large"] = "standard",
     data: str | None = None,
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
     out: Path | None = None,
@@ -25,15 +25,17 @@ def quality(
 ) -> None:
     """Cross entropy of the paper's composition, ours, single blocks and the end-to-end model.
 
-    All from one run, as a table and a plot. Several seeds give means and spreads. An interrupted
-    bench continues where it stopped when called again.
+    At equal steps and at equal training time, beside what as many machines could do by averaging
+    one model. All from one run, as a table and a plot. Several seeds give means and spreads. An
+    interrupted bench continues where it stopped when called again.
 
     Parameters
     ----------
     scale
-        tiny (under a minute, to see it work), standard (bytes, width 128, 8 layers in 4 blocks,
-        1,200 steps: about an hour a seed on 2 cores) or small (tokens of bpe:4096, about 10
-        million parameters, context 256: hours; without the rows of the paper).
+        tiny (a minute or two, to see it work), standard (bytes, width 128, 8 layers in 4 blocks,
+        1,200 steps: about two hours a seed on 2 cores), large (width 192, 12 layers in 4 blocks,
+        1,800 steps: five times the compute of standard) or small (tokens of bpe:4096, about 10
+        million parameters, context 256: hours). The last two have no rows of the paper.
     data
         Corpus; by default wikitext2, and stdlib at tiny scale.
     seed
@@ -57,6 +59,26 @@ def quality(
         folder, scale, source(data), seeds, named_settings(settings), cores(), command_line()
     )
     commands.show(commands.tune(options) if tune else commands.quality(options), json_)
+
+
+def gaps(*folders: Path, out: Path | None = None, json_: Json = False) -> None:
+    """How the gap of every row to end to end moves with compute, as a table and a plot.
+
+    For example `blocktrain bench gaps results/quality-standard-wikitext2 results/longer`, where the
+    second is from `blocktrain bench quality --steps 2400 --out results/longer`.
+
+    Parameters
+    ----------
+    folders
+        Of finished calls of `blocktrain bench quality`.
+    out
+        The plot; by default results/gaps.png.
+    """
+    from blocktrain.bench import commands
+
+    if not folders:
+        raise ConfigError("name the folders of finished calls of `blocktrain bench quality`")
+    commands.show(commands.gaps(folders, out or Path("results/gaps.png"), command_line()), json_)
 
 
 def memory(

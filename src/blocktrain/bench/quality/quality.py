@@ -8,6 +8,7 @@ the blocks of `fuse` are those of `pool`.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from blocktrain.bench.quality.replicas import Replicas
 from blocktrain.bench.serving.samples import judge_samples
 from blocktrain.config import PRESETS, Config
 from blocktrain.errors import Interrupted
@@ -27,7 +29,7 @@ from blocktrain.learning.pool import fit_pool_weights
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.tokenizer import Ids, tokenizer_of
 from blocktrain.learning.train import REFERENCE, Trainer, load_weights, read_tensors
-from blocktrain.processes import Channel, Job, peak_mb
+from blocktrain.processes import Channel, Job
 from blocktrain.runs.folder import (
     RunFolder,
     block_name,
@@ -58,6 +60,15 @@ SCALES: dict[str, dict[str, Any]] = {
         "steps": 60,
         "z_width": 32,
     },
+    "large": {
+        "width": 192,
+        "heads": 6,
+        "layers_per_block": 3,
+        "blocks": 4,
+        "context": 128,
+        "batch": 16,
+        "steps": 1800,
+    },
     "small": {
         "tokenizer": "bpe:4096",
         "width": 256,
@@ -72,7 +83,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "reference_learning_rate": 1e-3,
     },
 }
-VALID_LIMIT = {"standard": None, "tiny": 16_384, "small": 131_072}  # tokens
+VALID_LIMIT = {"standard": None, "tiny": 16_384, "small": 131_072, "large": None}  # tokens
 COST_STEPS = 9  # of each kind, to compare their times
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
 STOPPED = "stopped; what it had is saved: call the bench again to continue"
@@ -90,8 +101,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": PRESETS["paper"],
 }
 OURS = ("fuse", "pool")
-EQUAL_TIME = ("end_to_end", "single_block", "pool")
-"""Trained again, for as long as all blocks of `fuse` take together."""
+EQUAL_TIME = ("fuse", "pool", "single_block", "end_to_end")
+"""Trained again, each for as long as the end-to-end model takes; and that model for as long as all
+blocks of `fuse` take together."""
+AVERAGED = {"averaged_block": 1, "averaged_end_to_end": REFERENCE}
+"""What else as many machines as there are blocks could do: train one model and average it."""
+ROWS: dict[str, dict[str, Any]] = {
+    "tiny": {"equal_time": EQUAL_TIME, "averaged": True},
+    "standard": {"equal_time": ("fuse", "end_to_end"), "averaged": True},
+    "large": {"variants": OURS, "equal_time": ("fuse", "end_to_end"), "averaged": True},
+    "small": {"variants": OURS, "equal_time": EQUAL_TIME},
+}
+"""What is trained at each scale."""
+ALONE = {"equal_end_to_end": REFERENCE, "equal_single_block": 1, **AVERAGED}
+"""Variants that are one model, and its index."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +128,17 @@ class Setup:
     leakage: bool
     variants: tuple[str, ...] = tuple(VARIANTS)
     equal_time: tuple[str, ...] = ()
+    averaged: bool = False
 
     def config(self, variant: str) -> Config:
         """Settings of a variant; leakage variants are named by their lowest noise level."""
         if variant.startswith("equal_"):
-            what = variant.removeprefix("equal_")
-            factor = self.work("fuse") / self.work(what)
-            return self.base.replace(compose="pool", steps=round(self.base.steps * factor))
+            return self._equal_time(variant.removeprefix("equal_"))
+        if variant in AVERAGED:
+            fuse, config = self.base.replace(compose="fuse"), self.base.replace(compose="pool")
+            seconds = self.wall_clock(fuse, self.indices("fuse"))
+            share = seconds / self.step_cost(config, AVERAGED[variant])
+            return config.replace(steps=round(config.steps * share))
         if variant.startswith("leakage_"):
             return self.base.replace(
                 **VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_"))
@@ -126,13 +153,33 @@ class Setup:
         """Where a job leaves its numbers."""
         return self.folder / "results" / f"{job}.json"
 
-    def work(self, row: str) -> float:
-        """Training time of a row at equal steps, as a multiple of the end-to-end model's."""
+    def _equal_time(self, row: str) -> Config:
+        config = self.base.replace(compose="fuse" if row == "fuse" else "pool")
+        fuse = self.base.replace(compose="fuse")
+        time = self.work(fuse, self.indices("fuse")) if row == "end_to_end" else 1.0
+        share = time / self.work(config, self.indices(row))
+        return config.replace(steps=max(1, round(config.steps * share)))
+
+    def indices(self, row: str) -> list[int]:
+        """What a row consists of: the reference, one block, or all blocks."""
+        alone = {"end_to_end": [REFERENCE], "single_block": [1]}
+        return alone.get(row, list(range(1, self.base.blocks + 1)))
+
+    def step_cost(self, config: Config, index: int) -> float:
+        """Time of a step of one block, in steps of the reference."""
         cost = read_json(self.result("costs"))
-        block, fusion = cost["block"] / cost["reference"], cost["fusion"] / cost["reference"]
-        blocks = self.base.blocks
-        times = {"end_to_end": 1.0, "single_block": block, "pool": blocks * block}
-        return times.get(row, (blocks - 1) * block + fusion)
+        kind = {REFERENCE: "reference", config.fusion: "fusion"}.get(index, "block")
+        return float(cost[kind] / cost["reference"])
+
+    def work(self, config: Config, indices: Iterable[int]) -> float:
+        """Training time of these blocks together, in that of the reference for equal steps."""
+        return sum(self.step_cost(config, index) for index in indices)
+
+    def wall_clock(self, config: Config, indices: Iterable[int]) -> float:
+        """The same with a machine for each block; the fusion block begins when the others end."""
+        costs = {index: self.step_cost(config, index) for index in indices}
+        fusion = costs.pop(config.fusion, 0.0) if config.fusion else 0.0
+        return max(costs.values()) + fusion
 
     def corpus(self) -> TokenCorpus:
         """The tokens that all variants read."""
@@ -186,7 +233,7 @@ def jobs(setup: Setup) -> list[Job]:
         plan.append(
             Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after=tuple(sorted(needs)))
         )
-    plan += _equal_time_jobs(setup)
+    plan += _equal_time_jobs(setup) + _averaged_jobs(setup)
     plan.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
     finished = {job.name for job in plan if setup.result(job.name).exists()}
     return [
@@ -200,17 +247,33 @@ def _equal_time_jobs(setup: Setup) -> list[Job]:
     """The trainings whose length is chosen by the time they take."""
     plan = []
     for row in setup.equal_time:
-        variant = f"equal_{row}"
-        blocks = {"end_to_end": [REFERENCE], "single_block": [1]}.get(
-            row, list(range(1, setup.base.blocks + 1))
-        )
-        training = [
-            Job(f"{variant}-{block_name(n)}", train_job, (setup, variant, n), after=("costs",))
-            for n in blocks
+        variant, fusion = f"equal_{row}", setup.base.blocks if row == "fuse" else None
+        names = {n: f"{variant}-{block_name(n)}" for n in setup.indices(row)}
+        blocks = tuple(name for n, name in names.items() if n != fusion)
+        plan += [
+            Job(
+                name,
+                train_job,
+                (setup, variant, n),
+                after=("costs", *(blocks if n == fusion else ())),
+            )
+            for n, name in names.items()
         ]
-        after = tuple(job.name for job in training)
-        plan += [*training, Job(f"evaluate-{variant}", evaluate_job, (setup, variant), after)]
+        plan.append(
+            Job(f"evaluate-{variant}", evaluate_job, (setup, variant), tuple(names.values()))
+        )
     return plan
+
+
+def _averaged_jobs(setup: Setup) -> list[Job]:
+    """One model on as many machines as there are blocks, averaged."""
+    if not setup.averaged:
+        return []
+    training = [Job(name, average_job, (setup, name), after=("costs",)) for name in AVERAGED]
+    judging = [
+        Job(f"evaluate-{name}", evaluate_job, (setup, name), after=(name,)) for name in AVERAGED
+    ]
+    return [*training, *judging]
 
 
 def measure_costs(channel: Channel, setup: Setup) -> None:
@@ -288,8 +351,35 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
         name,
         {
             "seconds": round(trainer.seconds, 1),
-            "peak_mb": peak_mb(),
             "train_ce": sum(losses) / len(losses),
+        },
+    )
+    state.unlink(missing_ok=True)
+
+
+def average_job(channel: Channel, setup: Setup, variant: str) -> None:
+    """Train one model by as many workers as there are blocks, in rounds, and publish it."""
+    use_threads()
+    config, run, index = setup.config(variant), setup.run(variant), AVERAGED[variant]
+    state = run.state(index)
+    state.parent.mkdir(parents=True, exist_ok=True)
+    replicas = Replicas(config, index, setup.base.blocks)
+    if state.exists():
+        replicas.load(state)
+    batches = setup.corpus().batches(config, index)
+    while replicas.step < config.steps:
+        for loss in replicas.train_round(batches):
+            channel.send(step=replicas.step, steps=config.steps, loss=loss)
+            if channel.should_stop:  # what is lost is this round
+                raise Interrupted(STOPPED)
+        replicas.save(state)
+    publish(run, index, replicas.block)
+    _save(
+        setup,
+        variant,
+        {
+            "seconds": round(replicas.seconds, 1),
+            "sent_mb": round(replicas.sent / setup.base.blocks / 1e6, 3),  # by each worker
         },
     )
     state.unlink(missing_ok=True)
@@ -334,7 +424,7 @@ def _model(setup: Setup, variant: str) -> Model:
 def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     """Cross entropies of one variant on the whole valid split."""
     use_threads()
-    if variant in ("equal_end_to_end", "equal_single_block"):
+    if variant in ALONE:
         return _evaluate_alone(channel, setup, variant)
     config, model = setup.config(variant), _model(setup, variant)
     result: dict[str, Any] = {}
@@ -359,8 +449,7 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
 
 def _evaluate_alone(channel: Channel, setup: Setup, variant: str) -> None:
     """One model by itself: the reference, or a block."""
-    index = REFERENCE if variant == "equal_end_to_end" else 1
-    config = setup.config(variant)
+    config, index = setup.config(variant), ALONE[variant]
     block = load_independent(setup.run(variant), config, index, torch.device("cpu"))
     ce = evaluate_alone(
         block,

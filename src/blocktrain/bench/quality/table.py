@@ -11,13 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from blocktrain.bench.quality.quality import LEAKAGE_SIGMAS, Setup, leakage_variant, results, twin
+from blocktrain.bench.quality.quality import (
+    AVERAGED,
+    LEAKAGE_SIGMAS,
+    Setup,
+    leakage_variant,
+    results,
+    twin,
+)
+from blocktrain.bench.quality.replicas import TASK_STEPS
 from blocktrain.config import Config
+from blocktrain.coordinator.policy import Policy
+from blocktrain.footprint import PROCESS, training_footprint
 from blocktrain.learning.compose import build_block
 from blocktrain.learning.model import build_reference
 from blocktrain.learning.shards import CorpusIndex, SequenceOrder
 from blocktrain.learning.train import REFERENCE
 from blocktrain.runs.folder import block_name
+from blocktrain.runs.plan import plan_block
 
 Row = dict[str, Any]
 PAPER_ROWS = (
@@ -51,6 +62,7 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         *(row(name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
         *(row(name, ces[v][key], v) for name, v, key in OTHER_ROWS if v in ces),
         *_equal_time_rows(setup, by_job, row),
+        *_averaged_rows(setup, by_job, row),
     ]
     for entry in rows:
         entry["gap"] = entry["valid_ce"] - rows[0]["valid_ce"]
@@ -58,7 +70,6 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         "rows": rows,
         "blocks": blocks,
         "pool_of_fuse": fuse["pool"],
-        "work": {name: round(setup.work(name), 4) for name in ("single_block", "pool", "fuse")},
         "after_block": {
             name: [ces[name][f"euler_{n}"] for n in range(1, setup.base.blocks + 1)]
             for name in ("paper", "exact")
@@ -72,12 +83,17 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
 def _equal_time_rows(
     setup: Setup, by_job: dict[str, Row], row: Callable[..., Row]
 ) -> Iterator[Row]:
-    """Models that were trained for as long as all blocks of `fuse` took together."""
-    indices = {"end_to_end": [REFERENCE], "single_block": [1]}
+    """Models whose training takes the same time in all: see `quality.EQUAL_TIME`."""
     for name in setup.equal_time:
         ce = by_job[f"evaluate-equal_{name}"]["ce"]
-        figures = ce if isinstance(ce, float) else ce["pool"]
-        yield row(f"{name}_equal_time", figures, f"equal_{name}", indices.get(name))
+        figures = ce if isinstance(ce, float) else ce[name]
+        yield row(f"{name}_equal_time", figures, f"equal_{name}", setup.indices(name))
+
+
+def _averaged_rows(setup: Setup, by_job: dict[str, Row], row: Callable[..., Row]) -> Iterator[Row]:
+    """Models that all machines train together, for the wall-clock time of `fuse`."""
+    for name, index in AVERAGED.items() if setup.averaged else ():
+        yield row(name, by_job[f"evaluate-{name}"]["ce"], name, [index])
 
 
 def _row(
@@ -89,29 +105,69 @@ def _row(
     variant: str,
     indices: Iterable[int] | None = None,
 ) -> Row:
-    """Training seconds are summed over the blocks of a row; memory is of its largest process."""
+    """Time is of everything that a row is made of, wall-clock with a machine for each of its
+    workers, both in the training time of the end-to-end row. Memory and traffic are those of the
+    worker that has most."""
     config = setup.config(variant)
     density = sum(s.bytes for s in index.valid) / sum(s.tokens for s in index.valid)
     numbers = list(indices if indices is not None else range(1, config.blocks + 1))
-    jobs = [
-        by_job[
-            "end_to_end"
-            if i == REFERENCE and variant == "fuse"
-            else f"{twin(config, variant, i) or variant}-{block_name(i)}"
-        ]
-        for i in numbers
-    ]
+    workers = setup.base.blocks if variant in AVERAGED else 1
+    together = workers * len(numbers) > 1
+    length = config.steps / setup.base.steps
+    jobs = _trainings(config, variant, numbers)
     return {
         "name": name,
         "valid_ce": ce,
         "bits_per_byte": ce / density / math.log(2),
         "gap": 0.0,
         "steps": config.steps,
-        "seconds": round(sum(job["seconds"] for job in jobs), 1),
-        "peak_mb": max(job["peak_mb"] for job in jobs),
+        "time": round(setup.work(config, numbers) * length * workers, 4),
+        "wall_clock": round(setup.wall_clock(config, numbers) * length, 4),
+        "worker_mb": max(memory_mb(config, i) for i in numbers),
+        "traffic_mb": max(traffic_mb(config, i) for i in numbers) if together else 0.0,
+        "seconds": round(sum(by_job[job]["seconds"] for job in jobs), 1),
         "million_parameters": round(sum(_count_parameters(config, i) for i in numbers) / 1e6, 3),
-        "distinct_mb": round(_distinct_tokens(setup, index, variant, numbers) * density / 1e6, 3),
+        "distinct_mb": round(
+            _distinct_tokens(setup, index, variant, numbers, workers) * density / 1e6, 3
+        ),
     }
+
+
+def _trainings(config: Config, variant: str, indices: Iterable[int]) -> list[str]:
+    """The jobs that trained a row."""
+    if variant in AVERAGED:
+        return [variant]
+    return [
+        "end_to_end"
+        if i == REFERENCE and variant == "fuse"
+        else f"{twin(config, variant, i) or variant}-{block_name(i)}"
+        for i in indices
+    ]
+
+
+def _alone(config: Config, index: int) -> tuple[Config, int]:
+    """The end-to-end model is a block that has all layers."""
+    if index != REFERENCE:
+        return config, index
+    layers = config.blocks * config.layers_per_block
+    return config.replace(compose="pool", blocks=1, layers_per_block=layers), 1
+
+
+def memory_mb(config: Config, index: int) -> float:
+    """What a worker of a block needs at its peak, beside Python and torch."""
+    return round((training_footprint(*_alone(config, index)).total - PROCESS) / 1e6, 1)
+
+
+def traffic_mb(config: Config, index: int) -> float:
+    """What a worker of a block sends and fetches over a run, as `blocktrain plan` counts it.
+
+    Every task fetches a version and sends an update. A fusion block, which begins when the others
+    have ended, fetches those once.
+    """
+    alone, number = _alone(config, index)
+    block = plan_block(alone, Policy(), number)
+    tasks = math.ceil(config.steps / TASK_STEPS)
+    return round((tasks * (block.weights + block.update) + block.reads) / 1e6, 1)
 
 
 def _count_parameters(config: Config, index: int) -> int:
@@ -120,7 +176,9 @@ def _count_parameters(config: Config, index: int) -> int:
     return sum(p.numel() for p in block.parameters())
 
 
-def _distinct_tokens(setup: Setup, index: CorpusIndex, variant: str, indices: list[int]) -> int:
+def _distinct_tokens(
+    setup: Setup, index: CorpusIndex, variant: str, indices: list[int], workers: int
+) -> int:
     """How many different tokens of a corpus were trained on."""
     config = setup.config(variant)
     streams = {1 if config.data_order == "shared" and i else i for i in indices}
@@ -132,7 +190,7 @@ def _distinct_tokens(setup: Setup, index: CorpusIndex, variant: str, indices: li
             begin[place.shard] + place.offset
             for stream in streams
             for place in SequenceOrder(index, config.context, config.seed, stream).places(
-                0, config.steps * config.batch
+                0, config.steps * config.batch * workers
             )
         ]
     )
@@ -187,8 +245,11 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
             "valid_ce",
             "bits_per_byte",
             "gap",
+            "time",
+            "wall_clock",
+            "worker_mb",
+            "traffic_mb",
             "seconds",
-            "peak_mb",
             "million_parameters",
             "distinct_mb",
         ):

@@ -1,0 +1,95 @@
+"""How the gap of every row moves with compute: several results of `bench quality` in one plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from blocktrain.bench.machine import BenchResult
+from blocktrain.config import Config, make_config
+from blocktrain.errors import RunError
+from blocktrain.runs.folder import read_json
+from blocktrain.shapes import flops_per_token
+
+SHOWN = (
+    "single_block",
+    "pool",
+    "fuse",
+    "fuse_equal_time",
+    "end_to_end_equal_time",
+    "averaged_block",
+    "averaged_end_to_end",
+)
+"""The rows of the plot. The JSON has all."""
+
+
+def read_gaps(folders: Sequence[Path]) -> list[BenchResult]:
+    """One entry for each result, by the compute of its end-to-end row."""
+    return sorted(map(_read, folders), key=lambda entry: float(entry["petaflop"]))
+
+
+def _read(folder: Path) -> BenchResult:
+    path = folder / "quality.json"
+    if not path.is_file():
+        raise RunError(f"{folder} has no quality.json: finish `blocktrain bench quality` there")
+    try:
+        result = read_json(path)
+        config = make_config(result["settings"])
+        gaps = {row["name"]: round(float(row["gap"]), 5) for row in result["rows"]}
+        return {
+            "folder": str(folder),
+            "scale": str(result["scale"]),
+            "steps": config.steps,
+            "petaflop": round(training_flops(config) / 1e15, 4),
+            "seeds": len(result["seeds"]),
+            "gaps": gaps,
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path} is not a result of `blocktrain bench quality` ({error})") from None
+
+
+def training_flops(config: Config) -> float:
+    """Of the end-to-end model."""
+    return flops_per_token(config, 0) * config.steps * config.batch * config.context
+
+
+def plot_gaps(path: Path, entries: Sequence[BenchResult]) -> None:
+    """Gap of each row over compute; below zero is better than end to end with equal steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5))
+    axes.axhline(0, color="#888", linewidth=1)
+    for name in SHOWN:
+        points = [(e["petaflop"], e["gaps"][name]) for e in entries if name in e["gaps"]]
+        if not points:
+            continue
+        (line,) = axes.plot(*zip(*points, strict=True), "o-", label=name)
+        _annotate(axes, points[-1], name, line.get_color())
+    axes.set_xscale("log")
+    ticks = [entry["petaflop"] for entry in entries]
+    labels = [f"{e['scale']}\n{e['steps']:,} steps\n{e['petaflop']:.2g} PFLOP" for e in entries]
+    axes.set_xticks(ticks, labels, fontsize=8)
+    axes.minorticks_off()
+    axes.margins(x=0.25)
+    axes.set_ylabel("gap to end to end with equal steps, nats per token")
+    axes.set_title("Gap by compute of the end-to-end row", loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _annotate(axes: Any, point: tuple[float, float], text: str, colour: Any) -> None:
+    axes.annotate(
+        text,
+        point,
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=colour,
+    )
