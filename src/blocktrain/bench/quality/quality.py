@@ -175,11 +175,15 @@ class Setup:
         """Training time of these blocks together, in that of the reference for equal steps."""
         return sum(self.step_cost(config, index) for index in indices)
 
-    def wall_clock(self, config: Config, indices: Iterable[int]) -> float:
-        """The same with a machine for each block; the fusion block begins when the others end."""
+    def wall_clock(self, config: Config, indices: Iterable[int], *, beside: bool = False) -> float:
+        """The same with a machine for each block.
+
+        The fusion block begins when the others end; beside them, when they are half done.
+        """
         costs = {index: self.step_cost(config, index) for index in indices}
         fusion = costs.pop(config.fusion, 0.0) if config.fusion else 0.0
-        return max(costs.values()) + fusion
+        block = max(costs.values())
+        return max(block, block / 2 + fusion) if beside else block + fusion
 
     def corpus(self) -> TokenCorpus:
         """The tokens that all variants read."""

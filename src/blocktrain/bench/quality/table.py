@@ -114,6 +114,7 @@ def _row(
     workers = setup.base.blocks if variant in AVERAGED else 1
     together = workers * len(numbers) > 1
     length = config.steps / setup.base.steps
+    wall_clock = setup.wall_clock(config, numbers, beside=variant == "beside")
     jobs = _trainings(config, variant, numbers)
     return {
         "name": name,
@@ -122,7 +123,7 @@ def _row(
         "gap": 0.0,
         "steps": config.steps,
         "time": round(setup.work(config, numbers) * length * workers, 4),
-        "wall_clock": round(setup.wall_clock(config, numbers) * length, 4),
+        "wall_clock": round(wall_clock * length, 4),
         "worker_mb": max(memory_mb(config, i) for i in numbers),
         "traffic_mb": max(traffic_mb(config, i) for i in numbers) if together else 0.0,
         "seconds": round(sum(by_job[job]["seconds"] for job in jobs), 1),
