@@ -110,7 +110,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "tiny": {"equal_time": EQUAL_TIME, "averaged": True},
     "standard": {"equal_time": ("fuse", "end_to_end"), "averaged": True},
     "large": {"variants": OURS, "equal_time": ("fuse", "end_to_end"), "averaged": True},
-    "small": {"variants": OURS, "equal_time": EQUAL_TIME},
+    "small": {"variants": OURS, "equal_time": ("fuse", "pool", "single_block")},
 }
 """What is trained at each scale."""
 ALONE = {"equal_end_to_end": REFERENCE, "equal_single_block": 1, **AVERAGED}
