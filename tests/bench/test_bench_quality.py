@@ -80,13 +80,13 @@ def test_every_row_is_there_with_its_figures(bench_result: tuple[Path, dict[str,
     time = {name: row["time"] for name, row in by_name.items()}
     assert time["end_to_end"] == 1
     for name in ("single_block", "pool", "fuse"):
-        assert time[f"{name}_equal_time"] == pytest.approx(1, rel=0.03)
-    assert time["end_to_end_equal_time"] == pytest.approx(time["fuse"], rel=0.03)
+        assert time[f"{name}_equal_time"] == pytest.approx(1, rel=0.06)
+    assert time["end_to_end_equal_time"] == pytest.approx(time["fuse"], rel=0.06)
     wall = {name: row["wall_clock"] for name, row in by_name.items()}
     assert wall["pool"] < wall["fuse"] < time["fuse"]
     for name in ("averaged_block", "averaged_end_to_end"):
-        assert wall[name] == pytest.approx(wall["fuse"], rel=0.03)
-        assert time[name] == pytest.approx(4 * wall["fuse"], rel=0.03)
+        assert wall[name] == pytest.approx(wall["fuse"], rel=0.06)
+        assert time[name] == pytest.approx(4 * wall["fuse"], rel=0.06)
     memory = {name: row["worker_mb"] for name, row in by_name.items()}
     assert memory["averaged_block"] == memory["single_block"] < memory["averaged_end_to_end"]
     assert by_name["end_to_end"]["traffic_mb"] == 0 < by_name["averaged_block"]["traffic_mb"]

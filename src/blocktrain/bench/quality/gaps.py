@@ -41,7 +41,7 @@ def _read(folder: Path) -> BenchResult:
             "folder": str(folder),
             "scale": str(result["scale"]),
             "steps": config.steps,
-            "petaflop": round(training_flops(config) / 1e15, 4),
+            "petaflop": float(f"{training_flops(config) / 1e15:.4g}"),
             "seeds": len(result["seeds"]),
             "gaps": gaps,
         }
