@@ -184,6 +184,26 @@ def test_a_mixture_reads_by_weight(tmp_path: Path) -> None:
     assert b"".join(training_text(Source(str(mix), None, tmp_path), 1000)).count(b"b") in (250, 251)
 
 
+def test_the_valid_part_of_a_mixture_can_be_cut_and_divided(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 200_000)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.txt").write_text("b" * 100_000)
+    mix = tmp_path / "mix.toml"
+    mix.write_text(
+        '[[source]]\ndata = "a.txt"\nweight = 3.0\n[[source]]\ndata = "more/a.txt"\nweight = 1.0\n'
+    )
+    corpus = open_corpus(mix, tmp_path, shard_tokens=2000)
+    few = corpus.limit_valid(1000, ByteTokenizer())
+    assert bytes(few.valid) == b"a" * 750 + b"b" * 249
+    assert few.valid_bytes == few.valid_tokens == len(few.valid)
+    (one, other) = few.by_source().values()
+    assert bytes(one.valid) + bytes(other.valid) == bytes(few.valid)
+    assert list(corpus.by_source()) == ["a.txt", "a.txt (2)"]
+    assert sum(part.valid_tokens for part in corpus.by_source().values()) == corpus.valid_tokens
+    alone = open_corpus(tmp_path / "a.txt", tmp_path)
+    assert alone.by_source() == {} and b"valid_tokens" not in alone.index.write()
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

@@ -120,7 +120,7 @@ def test_a_run_of_it_is_trained_judged_and_written_with(
     size = (corpus_folder / "valid.txt").stat().st_size
     assert result["corpus"]["valid_bytes"] == size
     model, tokens = load_model(run.folder, torch.device("cpu")), plan.corpus()
-    per_byte = evaluate_run(run.folder, model, tokens, draws=1, progress=lambda _: None)
+    per_byte = evaluate_run(run.folder, model, tokens, draws=1, progress=lambda _: None).ce
     per_token = evaluate(model, tokens.valid, draws=1)
     ratio = len(tokens.valid) / size
     assert per_byte["composed"] == pytest.approx(ratio * per_token["composed"])

@@ -110,7 +110,7 @@ class TrainedModel:
             raise CorpusError(f"{error}{hint}") from None
         tokens = corpus.limit_valid(eval_bytes, self.tokenizer)
         tokens.require(self.config.context, "valid", advice=EVAL_ADVICE)
-        per_byte = evaluate_run(
+        per_byte, _ = evaluate_run(
             self.folder,
             self.network,
             tokens,

@@ -14,6 +14,7 @@ from blocktrain.errors import ConfigError, CorpusError
 if TYPE_CHECKING:
     from blocktrain.learning.compose import Model
     from blocktrain.learning.corpus.token_corpus import TokenCorpus
+    from blocktrain.runs.results import EvaluatedRun
     from blocktrain.runs.texts import TextLosses
 
 
@@ -66,9 +67,9 @@ def evaluate(
         return
     corpus, tokens = _corpora(run, model, data, eval_bytes)
     with bar("evaluating") as progress:
-        ce = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
+        result = evaluate_run(run, model, tokens, draws=draws, progress=progress, threads=threads)
     sizes = {"valid_bytes": corpus.valid_bytes, "evaluated_bytes": tokens.valid_bytes}
-    _show_ce(f"{run} on {corpus.name}", sizes, ce, tokens.bytes_per_token, json_)
+    _show_ce(f"{run} on {corpus.name}", sizes, result, tokens.bytes_per_token, json_)
 
 
 def _corpora(
@@ -95,19 +96,27 @@ def _corpora(
 
 
 def _show_ce(
-    title: str, sizes: dict[str, int], ce: dict[str, float], bytes_per_token: float, json_: bool
+    title: str, sizes: dict[str, int], result: EvaluatedRun, bytes_per_token: float, json_: bool
 ) -> None:
     from rich.markup import escape
 
     from blocktrain.runs.folder import valid_size
-    from blocktrain.terminal import ce_table, console
+    from blocktrain.terminal import ce_table, console, rows_table
 
+    ce, by_source = result.ce, result.bits_by_source()
     if json_:
         models = {model: _units(nats, bytes_per_token) for model, nats in ce.items()}
         data = title.rpartition(" on ")[2]
-        print(json.dumps({"data": data, **sizes, "models": models}))
+        more = {"sources": by_source} if by_source else {}
+        print(json.dumps({"data": data, **sizes, "models": models, **more}))
         return
     console.print(ce_table(escape(f"{title}, {valid_size(**sizes)}"), ce, bytes_per_token))
+    if by_source:
+        rows = [
+            {"model": model, **{name: part[model] for name, part in by_source.items()}}
+            for model in ce
+        ]
+        console.print(rows_table("bits per byte by source", rows))
     if "euler" not in ce:
         console.print(
             "[dim]no Euler rows: the blocks were trained with objective=next "

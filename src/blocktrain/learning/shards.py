@@ -18,7 +18,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from blocktrain.config import Config, sentence
 from blocktrain.errors import CorpusError
@@ -56,6 +63,15 @@ class TokenSource(_Part):
     weight: Annotated[float, Field(gt=0)]
     """Share of the sequences that come from it, relative to the other weights."""
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
+    valid_tokens: Annotated[int, Field(ge=0)] = 0
+    """How many of the valid part, which has its sources one after another. 0: it is the only one,
+    or the corpus is of an earlier release."""
+
+    @model_serializer(mode="wrap")
+    def _without_unknown(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """So that corpora of one text keep their hash."""
+        fields = serialize(self)
+        return {k: v for k, v in fields.items() if k != "valid_tokens" or v}
 
 
 class CorpusIndex(_Part):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,6 +68,21 @@ def fit_and_seal(
     seal(run, config, data, weights, choice)
 
 
+class EvaluatedRun(NamedTuple):
+    """Nats per byte by model. Losses are per token; a figure per byte compares tokenizers."""
+
+    ce: dict[str, float]
+    sources: dict[str, dict[str, float]]
+    """The same for each source of a mixture; empty for a corpus of one text."""
+
+    def bits_by_source(self) -> dict[str, dict[str, float]]:
+        """Bits per byte by source and model."""
+        return {
+            name: {model: round(nats / math.log(2), 5) for model, nats in ce.items()}
+            for name, ce in self.sources.items()
+        }
+
+
 def evaluate_run(
     folder: Path,
     model: Model,
@@ -76,22 +91,33 @@ def evaluate_run(
     draws: int,
     progress: Progress,
     threads: int = THREADS,
-) -> dict[str, float]:
-    """Nats per byte of a run's model on the valid part, and of the reference if it has one.
-
-    Losses are per token; a figure per byte compares models of different tokenizers.
-    """
-    split, config = corpus.valid, model.config
+) -> EvaluatedRun:
+    """A run's model on the valid part, and the reference if the run has one."""
     reference = load_reference(read_manifest(folder), model.device)
-    with limited_threads(threads):
-        if reference is None:
-            ce = evaluate(model, split, seed=config.seed, draws=draws, progress=progress)
-        else:
-            first = _part(progress, 0, 2)
-            ce = evaluate(model, split, seed=config.seed, draws=draws, progress=first)
+    parts = corpus.by_source()
+
+    def per_byte(part: TokenCorpus, progress: Progress) -> dict[str, float]:
+        first = progress if reference is None else _part(progress, 0, 2)
+        ce = evaluate(model, part.valid, seed=model.config.seed, draws=draws, progress=first)
+        if reference is not None:
             second = _part(progress, 1, 2)
-            ce["reference"] = evaluate_alone(reference, split, config.context, progress=second)
-    return {name: value / corpus.bytes_per_token for name, value in ce.items()}
+            ce["reference"] = evaluate_alone(
+                reference, part.valid, model.config.context, progress=second
+            )
+        return {name: value / part.bytes_per_token for name, value in ce.items()}
+
+    with limited_threads(threads):
+        if not parts:
+            return EvaluatedRun(per_byte(corpus, progress), {})
+        sources = {
+            name: per_byte(part, _part(progress, number, len(parts)))
+            for number, (name, part) in enumerate(parts.items())
+        }
+    size = sum(part.valid_bytes for part in parts.values())
+    shares = {name: part.valid_bytes / size for name, part in parts.items()}
+    models = next(iter(sources.values()))
+    ce = {m: sum(sources[name][m] * share for name, share in shares.items()) for m in models}
+    return EvaluatedRun(ce, sources)
 
 
 def _part(progress: Progress, number: int, count: int) -> Progress:
@@ -103,9 +129,10 @@ def _measure(
     plan: TrainingPlan, corpus: TokenCorpus, model: Model, progress: Progress
 ) -> dict[str, Any]:
     config, parent = plan.config, parent_of(plan.run.folder)
-    ce = evaluate_run(
+    evaluated = evaluate_run(
         plan.run.folder, model, corpus, draws=1, progress=progress, threads=plan.threads
     )
+    ce = evaluated.ce
     work = _training_costs(plan.run)
     valid_bytes, eval_bytes = plan.corpus().valid_bytes, corpus.valid_bytes
     tokenizer = tokenizer_of(config)
@@ -117,6 +144,7 @@ def _measure(
         "valid_ce": {name: round(value, 5) for name, value in ce.items()},
         "nats_per_token": {n: round(v * corpus.bytes_per_token, 5) for n, v in ce.items()},
         "bits_per_byte": {n: round(v / math.log(2), 5) for n, v in ce.items()},
+        **({"sources": evaluated.bits_by_source()} if evaluated.sources else {}),
         "gap": round(ce["composed"] - ce["reference"], 5) if "reference" in ce else None,
         "corpus": {
             "name": corpus.name,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,15 @@ from blocktrain.learning.tokenizer import Ids, Tokenizer
 OPEN_SHARDS = 8  # maps at a time; an order reads one shard of each source at a time
 
 
+class Stretch(NamedTuple):
+    """Tokens of the valid part that come one after another."""
+
+    source: str
+    first: int
+    tokens: int
+    bytes: int
+
+
 class TokenCorpus:
     """Three parts: what blocks train on, what pool weights are fitted on, what is evaluated.
 
@@ -36,7 +46,7 @@ class TokenCorpus:
         self.index, self.folder = index, folder
         self._open: OrderedDict[str, Ids] = OrderedDict()
         self._intact: set[str] = set()
-        self._limit: tuple[int, int] | None = None  # tokens and bytes of the valid part
+        self._evaluated = valid_stretches(index)
 
     @property
     def name(self) -> str:
@@ -66,7 +76,9 @@ class TokenCorpus:
     @property
     def valid(self) -> Ids:
         ids = self._concatenate(self.index.valid)
-        return ids if self._limit is None else ids[: self._limit[0]]
+        if self.valid_tokens == len(ids):
+            return ids
+        return np.concatenate([ids[s.first : s.first + s.tokens] for s in self._evaluated])
 
     def _concatenate(self, shards: tuple[Shard, ...]) -> Ids:
         if len(shards) == 1:
@@ -81,16 +93,12 @@ class TokenCorpus:
     @property
     def valid_bytes(self) -> int:
         """Of the text that is evaluated."""
-        return (
-            sum(shard.bytes for shard in self.index.valid)
-            if self._limit is None
-            else self._limit[1]
-        )
+        return sum(stretch.bytes for stretch in self._evaluated)
 
     @property
     def valid_tokens(self) -> int:
         """Of the text that is evaluated."""
-        return _tokens(self.index.valid) if self._limit is None else self._limit[0]
+        return sum(stretch.tokens for stretch in self._evaluated)
 
     @property
     def bytes_per_token(self) -> float:
@@ -117,17 +125,29 @@ class TokenCorpus:
         return batches(order_of(self.index, config, block), config.batch, self.open)
 
     def limit_valid(self, size: int | None, tokenizer: Tokenizer) -> TokenCorpus:
-        """This corpus with a valid part of at most `size` bytes; None keeps all of it."""
+        """This corpus with a valid part of at most `size` bytes; None keeps all of it.
+
+        Of a mixture, each source keeps its share.
+        """
         if size is None or size >= self.valid_bytes:
             return self
+        share, ids = size / self.valid_bytes, self._concatenate(self.index.valid)
+        return self._evaluating(
+            [
+                _shorten(stretch, int(stretch.bytes * share), ids, tokenizer)
+                for stretch in self._evaluated
+            ]
+        )
+
+    def by_source(self) -> dict[str, TokenCorpus]:
+        """Of a mixture: this corpus with the valid part of each source alone."""
+        if len(self._evaluated) < 2:
+            return {}
+        return {s.source: self._evaluating([s]) for s in self._evaluated if s.tokens > 1}
+
+    def _evaluating(self, stretches: Sequence[Stretch]) -> TokenCorpus:
         corpus = TokenCorpus(self.index, self.folder)
-        lengths, valid = byte_lengths(tokenizer), self.valid
-        if lengths is None:
-            corpus._limit = size, size
-        else:
-            ends = np.cumsum(lengths[valid[:size]])
-            count = int(np.searchsorted(ends, size, side="right"))
-            corpus._limit = count, int(ends[count - 1]) if count else 0
+        corpus._evaluated = tuple(stretches)
         return corpus
 
     def require(
@@ -149,6 +169,42 @@ class TokenCorpus:
                     f"{whose}: the {part} part has {sizes[part]} tokens, "
                     f"fewer than one context of {context} + 1; {advice}"
                 )
+
+
+def valid_stretches(index: CorpusIndex) -> tuple[Stretch, ...]:
+    """The valid part of each source; the whole, if it is not known where they begin."""
+    if sum(source.valid_tokens for source in index.sources) != _tokens(index.valid):
+        return (Stretch(index.name, 0, _tokens(index.valid), sum(s.bytes for s in index.valid)),)
+    stretches: list[Stretch] = []
+    shards, names = iter(index.valid), unique_names([source.name for source in index.sources])
+    for name, source in zip(names, index.sources, strict=True):
+        first = stretches[-1].first + stretches[-1].tokens if stretches else 0
+        tokens = size = 0
+        while tokens < source.valid_tokens:  # a shard has text of one source
+            shard = next(shards)
+            tokens, size = tokens + shard.tokens, size + shard.bytes
+        stretches.append(Stretch(name, first, tokens, size))
+    return tuple(stretches)
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The same names, numbered where one comes again."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return result
+
+
+def _shorten(stretch: Stretch, size: int, ids: Ids, tokenizer: Tokenizer) -> Stretch:
+    """Its first tokens, of at most `size` bytes."""
+    lengths = byte_lengths(tokenizer)
+    if lengths is None:
+        return stretch._replace(tokens=size, bytes=size)
+    ends = np.cumsum(lengths[ids[stretch.first : stretch.first + min(size, stretch.tokens)]])
+    count = int(np.searchsorted(ends, size, side="right"))
+    return stretch._replace(tokens=count, bytes=int(ends[count - 1]) if count else 0)
 
 
 def _tokens(shards: Iterable[Shard]) -> int:

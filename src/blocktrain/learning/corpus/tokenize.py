@@ -149,7 +149,12 @@ class _Tokenizing:
                 parts += self._divide(own, [size[2], _tokens(own) - size[2]])[:1]
             else:
                 parts = self._divide(shards, size)
-            source = TokenSource(name=text.name[-256:], weight=text.weight, shards=tuple(parts[0]))
+            source = TokenSource(
+                name=text.name[-256:],
+                weight=text.weight,
+                shards=tuple(parts[0]),
+                valid_tokens=_tokens(parts[2]) if len(self._texts) > 1 else 0,
+            )
             sources.append(source)
             calibration += parts[1]
             evaluated += parts[2]
