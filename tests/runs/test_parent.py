@@ -272,6 +272,6 @@ def test_the_command_line(parent: Path, tmp_path: Path) -> None:
     refuse("from its own folder", "train", "--from", str(parent), "--out", str(parent))
     refuse("need --from RUN", "train", "--freeze")
     refuse("leave one out", "train", "--resume", "--from", str(parent), "--out", str(parent))
-    refuse("blocktrain pull URL", "train", "--from", "http://127.0.0.1:1")
+    refuse("blocktrain pull http://127.0.0.1:1", "train", "--from", "http://127.0.0.1:1")
     refuse("width=32 does not fit", "coordinator", "--from", str(parent), "--width", "32")
     assert not (tmp_path / "runs").exists()

@@ -240,7 +240,7 @@ def test_bytes_of_a_real_run_are_as_planned(tmp_path: Path, corpus_folder: Path)
     fetched = sum(block.bytes_out for block in blocks)
     needed = sum(trained[index] * kind.weights for index, kind in kinds.items())
     for block in blocks:
-        assert trained[block.block] == 3
+        assert trained[block.block] >= 3  # more, if a busy machine makes a task late
         expected = trained[block.block] * kinds[block.block].update
         assert block.bytes_in == pytest.approx(expected, rel=0.1), block.block
     # The fusion block reads the others, which are finished when it begins the last time.
