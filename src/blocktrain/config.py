@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from statistics import NormalDist
@@ -45,6 +46,10 @@ ADDED = (
     "micro_batch",
     "checkpoint_activations",
     "compile",
+    "start",
+    "noise_scale",
+    "noise_edges",
+    "training_z",
 )
 DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
 BPE_SIZES = (300, 1_000_000)
@@ -133,6 +138,21 @@ def bpe_size(tokenizer: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def require_levels(text: str) -> str:
+    """mass, or numbers with commas between them; whether they fit the range is checked later."""
+    if text != "mass":
+        parse_levels(text)
+    return text
+
+
+def parse_levels(text: str) -> tuple[float, ...]:
+    """The numbers in 1.5,2.5,5."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,9})?", part, re.ASCII) for part in parts):
+        raise ValueError("must be mass or rising noise levels, as in 1.5,2.5,5")
+    return tuple(map(float, parts))
+
+
 def require_device(name: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?|mps|auto", name):
         raise ValueError("must be cpu, cuda, cuda:N, mps or auto")
@@ -216,6 +236,18 @@ class Config(BaseModel):
     """Share of its log-width by which a block's noise range overlaps its neighbours."""
     sigma_data: float = Field(default=0.5, ge=1e-4, le=1e4)
     """EDM's assumed deviation of the targets."""
+    noise_edges: Annotated[str, AfterValidator(require_levels)] = "mass"
+    """Where one block's noise range ends and the next one's begins. mass: parts of equal
+    probability. Or blocks - 1 rising levels, as in 1.5,2.5,5."""
+    noise_scale: Literal["one", "random"] = "one"
+    """How strong the noise is in training: as strong as its level says, or in each sequence scaled
+    by a random number from 0 to 1 that no block is told."""
+    training_z: Literal["target", "path"] = "target"
+    """What a block of compose=euler trains on. target: the noised target, as in the paper. path: z
+    as the path brings it, walked by the block itself in place of the blocks before it."""
+    start: Literal["noise", "zero"] = "noise"
+    """Where the path of compose=euler starts. noise: it passes on samples, as in the paper's text.
+    zero: it passes on predictions, and has nothing random in it."""
     tail: int = Field(default=0, ge=0)
     """Unknown positions at the end of a training sequence, denoised jointly (0: off). For sweeps
     from pure noise."""
@@ -292,6 +324,7 @@ class Config(BaseModel):
         size = TOKENIZERS.get(self.tokenizer, self.vocabulary)
         if self.vocabulary != size or (self.tokenizer in TOKENIZERS and self.tokenizer_hash):
             raise ValueError(f"tokenizer={self.tokenizer} has {size} tokens and no tokenizer_hash")
+        self._check_noise_edges()
         normal = NormalDist(self.p_mean, self.p_std)
         for lowest in ("sigma_min", *(["tail_sigma_min"] if self.tail else [])):
             if normal.cdf(log(self.sigma_max)) - normal.cdf(log(getattr(self, lowest))) < 1e-6:
@@ -312,9 +345,27 @@ class Config(BaseModel):
         if self.skip == "edm" and self.objective == "denoise" and not traits.edm:
             able = _alternatives(t.name for t in TRAITS.values() if t.edm)
             raise ValueError(f"skip=edm only composes by {able}; use compose={able} or skip=exact")
+        if self.training_z == "path" and traits.topology != "ring":
+            rings = _alternatives(t.name for t in TRAITS.values() if t.topology == "ring")
+            raise ValueError(f"training_z=path needs compose={rings}: other models have no path")
         if traits.fusion and self.blocks < 2:
             raise ValueError(
                 f"compose={traits.name} needs at least 2 blocks: one to read and the fusion block"
+            )
+
+    def _check_noise_edges(self) -> None:
+        levels = [self.sigma_min, *self.inner_edges, self.sigma_max]
+        if self.noise_edges == "mass":
+            return
+        if len(levels) != self.blocks + 1:
+            raise ValueError(
+                f"noise_edges={self.noise_edges} must be {self.blocks - 1} levels, "
+                f"one between any two of {self.blocks} blocks"
+            )
+        if any(low >= high for low, high in pairwise(levels)):
+            raise ValueError(
+                f"noise_edges={self.noise_edges} must rise from sigma_min={self.sigma_min} "
+                f"to sigma_max={self.sigma_max}"
             )
 
     def _check_tail(self) -> None:
@@ -324,6 +375,8 @@ class Config(BaseModel):
             raise ValueError("tail needs objective=denoise")
         if self.tail >= self.context:
             raise ValueError(f"tail={self.tail} must be shorter than context={self.context}")
+        if self.training_z == "path":
+            raise ValueError("tail needs training_z=target: a path never knows what a tail hides")
         if self.tail_sigma_min >= self.sigma_max:
             raise ValueError(
                 f"tail_sigma_min={self.tail_sigma_min} must be below sigma_max={self.sigma_max}"
@@ -363,6 +416,11 @@ class Config(BaseModel):
     def predicts_without_noise(self) -> bool:
         """Whether a block alone is a language model; a block of skip=edm needs a noised target."""
         return self.objective == "next" or self.skip == "exact"
+
+    @property
+    def inner_edges(self) -> tuple[float, ...]:
+        """The noise levels between blocks, if they are named."""
+        return () if self.noise_edges == "mass" else parse_levels(self.noise_edges)
 
     @property
     def rows(self) -> int:

@@ -83,7 +83,8 @@ def flops_per_token(config: Config, index: int) -> float:
 
     A parameter of a matrix takes 2 in the forward pass and 4 in the backward pass. Attention sees
     half of the context on average. What a fusion block reads is frozen: blocks take the forward
-    pass alone, and their heads have no gradient of their own.
+    pass alone, and their heads have no gradient of their own. A block that trains on a path first
+    walks it, a forward pass for each block before it.
     """
     W, L, V = config.width, config.layers_per_block, config.vocabulary
     layers = L * (12 * W**2 + W * config.context)
@@ -93,6 +94,7 @@ def flops_per_token(config: Config, index: int) -> float:
     layers += tokens
     if index != config.fusion:
         extra = 2 * config.z_width * W if config.objective == "denoise" else 0
-        return 6.0 * (layers + W * V + extra)
+        walks = index - 1 if config.training_z == "path" else 0
+        return (6.0 + 2.0 * walks) * (layers + W * V + extra)
     N = config.independent
     return 6.0 * (layers + 3 * N * W**2) + 4.0 * N * W * V + 2.0 * N * layers

@@ -52,3 +52,6 @@ def test_flops_count_what_products_need() -> None:
     assert flops_per_token(config, 1) == 6 * (layers + 32 * 256)
     fusion = 6 * (layers + 3 * 3 * 32**2) + 4 * 3 * 32 * 256 + 2 * 3 * layers
     assert flops_per_token(config, 4) == fusion
+    path = {"objective": "denoise", "compose": "euler", "training_z": "path"}
+    walker = make_config({**SMALL, **path, "blocks": 4})
+    assert flops_per_token(walker, 3) == flops_per_token(walker, 1) * (6 + 2 * 2) / 6

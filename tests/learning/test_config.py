@@ -39,6 +39,21 @@ DENOISE = {"objective": "denoise", "compose": "euler"}
             {**DENOISE, "tail": 8, "tail_sigma_min": 11.0},
             "tail_sigma_min=11.0 must be below sigma_max=10.0",
         ),
+        ({"training_z": "path"}, "training_z=path needs compose=euler"),
+        ({**DENOISE, "tail": 8, "training_z": "path"}, "tail needs training_z=target"),
+        *(
+            ({"noise_edges": wrong}, sentence)
+            for wrong, sentence in (
+                ("loss", "noise_edges: must be mass or rising noise levels, as in 1.5,2.5,5"),
+                ("", "must be mass or rising noise levels"),
+                ("1.5,,5", "must be mass or rising noise levels"),
+                ("1.5,nan,5", "must be mass or rising noise levels"),
+                ("2,5", "noise_edges=2,5 must be 3 levels, one between any two of 4 blocks"),
+                ("2,5,4", "noise_edges=2,5,4 must rise from sigma_min=1.0 to sigma_max=10.0"),
+                ("2,5,10", "must rise from sigma_min=1.0 to sigma_max=10.0"),
+                ("1,2,5", "must rise from sigma_min=1.0 to sigma_max=10.0"),
+            )
+        ),
     ],
 )
 def test_settings_that_do_not_agree(settings: dict[str, Any], sentence: str) -> None:
@@ -182,6 +197,10 @@ def test_the_fingerprint_is_stable_and_hears_every_setting(
         "embedding": "full",
         "checkpoint_activations": True,
         "compile": True,
+        "noise_edges": "2,3,5",
+        "training_z": "path",
+        "noise_scale": "random",
+        "start": "zero",
     }
     seen = {config.fingerprint}
     for name in Config.model_fields:
@@ -189,6 +208,8 @@ def test_the_fingerprint_is_stable_and_hears_every_setting(
         other: dict[str, Any] = {
             name: changes[name] if name in changes else value * 2 if value else 1
         }
+        if name == "training_z":
+            other |= {"tail": 0}
         if name in ("objective",):
             other |= {"compose": "pool", "tail": 0}
         if name in DERIVED:

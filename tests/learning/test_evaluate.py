@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from blocktrain.learning.compose import Model, context_predictors, euler_path, row_noise
+from blocktrain.learning.compose import (
+    Model,
+    context_predictors,
+    euler_path,
+    path_start,
+    row_noise,
+)
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.evaluate import cross_entropies, evaluate, evaluate_alone, text_bits
+from blocktrain.learning.objective import denoise_logits
 from blocktrain.learning.pool import fit_pool_weights
 from conftest import random_model, tiny_config, train_model
 
@@ -19,6 +26,9 @@ MODELS = {
     "pool": random_model(tiny_config(compose="pool")),
     "exact": random_model(tiny_config(compose="euler", objective="denoise")),
     "paper": random_model(tiny_config(compose="euler", objective="denoise", skip="edm")),
+    "zero": random_model(
+        tiny_config(compose="euler", objective="denoise", skip="edm", start="zero")
+    ),
 }
 NAMES = {
     "fuse": {"composed", "block_1", "block_2", "pool", "fuse"},
@@ -36,6 +46,7 @@ NAMES = {
         "marginal",
     },
     "paper": {"composed", "euler_1", "euler_2", "euler_3", "euler", "marginal"},
+    "zero": {"composed", "euler_1", "euler_2", "euler_3", "euler"},
 }
 
 
@@ -65,10 +76,28 @@ def test_the_noise_of_the_path_belongs_to_the_row(corpus: TokenCorpus) -> None:
     total = 0.0
     for row in range(5):
         ids = torch.tensor([split[row * 16 : row * 16 + 17].tolist()])
-        logits = euler_path(model, ids[:, :-1], row_noise(3, 0, row, 16, 8)[None])[-1]
+        z = path_start(model.config, row_noise(3, 0, row, 16, 8)[None])
+        logits = euler_path(model, ids[:, :-1], z)[-1]
         total += torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item() / 5
     assert evaluate(model, split, seed=3, draws=1)["euler"] == pytest.approx(total, abs=1e-5)
     assert evaluate(model, split, seed=4, draws=1)["euler"] != pytest.approx(total, abs=1e-5)
+
+
+def test_a_path_from_zero_depends_on_no_seed(corpus: TokenCorpus) -> None:
+    model, split = MODELS["zero"], corpus.valid[: 16 * 5 + 1]
+    assert evaluate(model, split, seed=3) == evaluate(model, split, seed=4)
+    ids = torch.tensor([split[:17].tolist()])
+    first = model.blocks[0]
+    logits = denoise_logits(
+        first,
+        model.table,
+        ids[:, :-1],
+        torch.zeros(1, 16, 8),
+        torch.tensor(model.config.sigma_max),
+        model.config.sigma_data,
+    )
+    ce = torch.nn.functional.cross_entropy(logits[0], ids[0, 1:]).item()
+    assert evaluate(model, split[:17])["euler_1"] == pytest.approx(ce, abs=1e-5)
 
 
 def test_progress_ends_at_one(corpus: TokenCorpus) -> None:

@@ -38,6 +38,9 @@ DENOISE = random_model(tiny_config(context=CONTEXT, compose="pool", objective="d
 EULER = random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise"))
 PAPER = random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", skip="edm"))
 TAIL = random_model(tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6))
+ZERO = random_model(
+    tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6, start="zero")
+)
 MODELS = {"fuse": FUSE, "pool": POOL, "denoise": DENOISE}
 PROMPT = bytes(range(65, 65 + 50))
 small = st.binary(max_size=12).map(lambda b: bytes(x % 3 for x in b))
@@ -160,16 +163,27 @@ def test_the_paper_writes_text_past_its_context(model: Model) -> None:
     assert len(texts[0]) == 25
 
 
+@pytest.mark.parametrize("model", [TAIL, ZERO], ids=["noise", "zero"])
 @pytest.mark.parametrize(("length", "count", "sweeps"), [(1, 4, 1), (5, 17, 2), (40, 13, 3)])
-def test_a_sweep_from_noise_writes_as_many_bytes_as_asked(
-    length: int, count: int, sweeps: int
+def test_a_sweep_of_tails_writes_as_many_bytes_as_asked(
+    model: Model, length: int, count: int, sweeps: int
 ) -> None:
     how: Any = {"mode": "sweep", "sweeps": sweeps, "draft": "none"}
     texts = [
-        bytes(write_tokens(TAIL, PROMPT[:length], count, Sampler(seed=1), **how)) for _ in range(2)
+        bytes(write_tokens(model, PROMPT[:length], count, Sampler(seed=1), **how)) for _ in range(2)
     ]
     assert len(texts[0]) == count
     assert texts[0] == texts[1]
+
+
+def test_from_zero_only_the_sampling_depends_on_the_seed() -> None:
+    modes: list[dict[str, Any]] = [{}, {"mode": "sweep", "sweeps": 2, "draft": "none"}]
+    for how in modes:
+        texts = {
+            bytes(write_tokens(ZERO, PROMPT[:9], 12, Sampler(seed, temperature=0), **how))
+            for seed in (1, 2)
+        }
+        assert len(texts) == 1
 
 
 def test_a_sweep_from_noise_needs_a_tail() -> None:

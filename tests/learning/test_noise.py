@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from blocktrain.config import Config
-from blocktrain.learning.noise import NoiseLevels, edm, euler_step, noise_levels
+from blocktrain.learning.noise import NoiseLevels, edges_by_loss, edm, euler_step, noise_levels
 from conftest import tiny_config
 
 DEFAULT = noise_levels(Config())
@@ -49,6 +49,34 @@ def test_edges_rise_and_hold_equal_mass(distribution: NoiseLevels, blocks: int) 
         assert distribution.mass_below(b) - distribution.mass_below(a) == pytest.approx(
             share, rel=1e-9
         )
+
+
+def test_named_edges_cut_the_range_but_not_that_of_a_tail() -> None:
+    config = tiny_config(
+        objective="denoise", compose="euler", tail=4, blocks=3, noise_edges="1.5,4"
+    )
+    assert noise_levels(config).edges(3) == [1, 1.5, 4, 10]
+    assert noise_levels(config).ranges(3, 0.0)[0] == (4, 10)
+    assert noise_levels(config, tail=True).edges(3)[1:3] != [1.5, 4]
+
+
+@given(
+    st.dictionaries(st.floats(0.5, 20), st.floats(0, 10), min_size=2, max_size=12),
+    st.integers(1, 8),
+)
+def test_edges_by_loss_rise_from_end_to_end(curve: dict[float, float], blocks: int) -> None:
+    assume(max(curve) > 1.5 * min(curve))
+    edges = edges_by_loss(curve, blocks)
+    assert (edges[0], edges[-1], len(edges)) == (min(curve), max(curve), blocks + 1)
+    assert all(a < b for a, b in itertools.pairwise(edges))
+
+
+def test_edges_by_loss_share_out_its_rise() -> None:
+    curve = {1.0: 0.0, 2.0: 8.0, 4.0: 8.0, 8.0: 8.0}  # z tells something below 2 only
+    edges = edges_by_loss(curve, 4)
+    assert edges[:4] == pytest.approx([1.0, 2**0.25, 2**0.5, 2**0.75], rel=0.05)
+    flat = edges_by_loss(dict.fromkeys([1.0, 2.0, 4.0], 3.0), 2)
+    assert flat == pytest.approx([1.0, 2.0, 4.0])
 
 
 @given(levels(), st.integers(1, 8))

@@ -90,6 +90,18 @@ def test_only_edm_weighs_its_loss() -> None:
     )  # the weight is above 1 / sigma_data^2 = 4 at every level
 
 
+def test_noise_of_random_scale_is_as_strong_as_told_or_weaker() -> None:
+    """The other draws are the same, so a run without it keeps its bits."""
+    config = tiny_config(objective="denoise", compose="euler", tail=4)
+    weaker = config.replace(noise_scale="random")
+    full = draw_noise(config, 5, torch.Generator().manual_seed(1))
+    some = draw_noise(weaker, 5, torch.Generator().manual_seed(1))
+    scale = (some.noise / full.noise).flatten(1)
+    assert torch.allclose(scale, scale[:, :1].expand_as(scale), atol=1e-4)
+    assert scale.min() >= 0 and scale.max() < 1 and scale[:, 0].std() > 0.1
+    assert torch.equal(some.uniform, full.uniform) and some.tail == full.tail
+
+
 def test_only_the_tail_goes_below_the_lowest_noise() -> None:
     config = tiny_config(
         objective="denoise", compose="euler", tail=4, tail_sigma_min=0.1, gamma=0.0

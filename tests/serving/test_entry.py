@@ -52,6 +52,9 @@ MODELS = {
     "paper": random_model(
         tiny_config(context=CONTEXT, compose="euler", objective="denoise", skip="edm")
     ),
+    "zero": random_model(
+        tiny_config(context=CONTEXT, compose="euler", objective="denoise", tail=6, start="zero")
+    ),
 }
 FUSE = MODELS["fuse"]
 PROMPT = bytes(range(65, 65 + 50))
@@ -527,7 +530,14 @@ async def test_a_stage_that_is_not_there_yet_is_used_when_it_comes(runs: dict[st
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"), [("euler", ()), ("euler", ((1,), (2, 3))), ("paper", ((1, 2), (3,)))]
+    ("name", "groups"),
+    [
+        ("euler", ()),
+        ("euler", ((1,), (2, 3))),
+        ("paper", ((1, 2), (3,))),
+        ("zero", ()),
+        ("zero", ((1,), (2, 3))),
+    ],
 )
 @in_a_loop
 async def test_the_paper_s_path_is_the_same_as_a_ring(
@@ -540,7 +550,7 @@ async def test_the_paper_s_path_is_the_same_as_a_ring(
         )
         with pytest.raises(ConfigError, match="exact"):
             await write(entry, mode="exact")
-        if name == "euler":
+        if name != "paper":
             how: Any = {"mode": "sweep", "sweeps": 2}
             expected = bytes(write_locally(model, PROMPT[:10], 9, Sampler(1), **how))
             assert (await write(entry, 9, seed=1, **how))[0] == expected

@@ -18,11 +18,11 @@ from blocktrain.learning.compose import (
     Model,
     euler_path,
     in_pieces,
+    path_start,
     position_noise,
     window_noise,
 )
 from blocktrain.learning.model import Cache, IndependentBlock
-from blocktrain.learning.noise import noise_levels
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import PREFIX, Kind, Run, Why
 from blocktrain.serving.blocks import EulerSteps, ReferenceLayers
@@ -254,7 +254,6 @@ def steps(model: Model, *numbers: int) -> EulerSteps:
 @in_loop
 async def test_the_paper_over_a_ring_equals_one_machine() -> None:
     config = EULER.config
-    sigma = noise_levels(config).sigma_max
     async with ring_of([steps(EULER, 1, 2), steps(EULER, 3)]) as lines:
         ring = Ring(lines)
         await ring.open(1)
@@ -262,7 +261,7 @@ async def test_the_paper_over_a_ring_equals_one_machine() -> None:
         for start, end in ((0, 9), (9, 10), (10, 24)):
             with torch.no_grad():
                 expected = scorer(ids_of(TEXT[start:end]), start)
-            z = sigma * window_noise(7, TEXT[:end], config.z_width)
+            z = path_start(config, window_noise(7, TEXT[:end], config.z_width))
             logits = await ring.run(1, Run(0, 0, end, end - start), TEXT[:end], z)
             assert torch.equal(logits, expected)
 
@@ -270,13 +269,12 @@ async def test_the_paper_over_a_ring_equals_one_machine() -> None:
 @in_loop
 async def test_the_tail_of_the_paper_over_a_ring_equals_one_machine() -> None:
     config = TAIL.config
-    noise = position_noise(3, 0, 20, config.z_width)
+    z = path_start(config, position_noise(3, 0, 20, config.z_width))
     with torch.no_grad():
-        expected = euler_path(TAIL, ids_of(TEXT[:20]), noise[None], tail=6)[-1][:, -6:]
+        expected = euler_path(TAIL, ids_of(TEXT[:20]), z[None], tail=6)[-1][:, -6:]
     async with ring_of([steps(TAIL, 1), steps(TAIL, 2, 3)]) as lines:
         ring = Ring(lines)
         await ring.open(1)
-        z = noise_levels(config, tail=True).sigma_max * noise
         assert torch.equal(await ring.run(1, Run(0, 0, 20, 6, 6), TEXT[:20], z), expected)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from blocktrain.config import TRAITS, Config, Traits
@@ -163,9 +164,12 @@ class Composition:
             return fusion_loss(block, sources, tokens, draws)
         if not isinstance(block, IndependentBlock):
             raise ConfigError(f"compose={config.compose} does not say how block {index} is trained")
-        if block.skip:
-            return denoise_loss(block, table, tokens, config, index, draws)
-        return next_loss(block, tokens)
+        if not block.skip:
+            return next_loss(block, tokens)
+        if config.training_z == "path":
+            before = sources or [block] * (index - 1)
+            return path_loss(block, before, table, tokens, config, draws)
+        return denoise_loss(block, table, tokens, config, index, draws)
 
     def connect(self, config: Config, blocks: Mapping[int, Block]) -> None:
         """Copy what a fusion block keeps of the blocks it reads; it does not travel with it."""
@@ -352,7 +356,11 @@ def context_predictors(model: Model, *, leave_out: bool = False) -> Predictors:
 
 
 def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS) -> Predictors:
-    """The paper's path after each block, and (draws > 1) its probabilities averaged over draws."""
+    """The paper's path after each block, and (draws > 1) its probabilities averaged over draws.
+
+    A path from zero has nothing random to average over.
+    """
+    draws = draws if model.config.start == "noise" else 1
 
     def predict(tokens: Tensor, first: int) -> dict[str, Tensor]:
         B, T = tokens.shape
@@ -360,7 +368,8 @@ def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS
         total: Tensor | None = None
         for draw in range(draws):
             rows = [row_noise(seed, draw, first + i, T, model.config.z_width) for i in range(B)]
-            path = euler_path(model, tokens, torch.stack(rows).to(tokens.device))
+            z = path_start(model.config, torch.stack(rows).to(tokens.device))
+            path = euler_path(model, tokens, z)
             if draw == 0:
                 predictions = {f"euler_{n + 1}": logits for n, logits in enumerate(path)}
                 predictions["euler"] = path[-1]
@@ -374,9 +383,13 @@ def euler_predictors(model: Model, *, seed: int = 0, draws: int = MARGINAL_DRAWS
 
 
 def middle_noise(config: Config, number: int, device: torch.device) -> Tensor:
-    """The noise level that block `number` gets when it has no z: the middle of its range."""
+    """The noise level that block `number` gets when it has no z: the middle of its range.
+
+    A block that was trained on a path knows only the level at which the path reaches it.
+    """
     low, high = noise_levels(config).ranges(config.blocks, 0.0)[number - 1]
-    return edm(torch.tensor((low * high) ** 0.5, device=device), config.sigma_data).noise
+    level = high if config.training_z == "path" else (low * high) ** 0.5
+    return edm(torch.tensor(level, device=device), config.sigma_data).noise
 
 
 class LocalStage:
@@ -422,7 +435,7 @@ def in_pieces(work: Callable[[slice], Tensor], positions: int) -> Tensor:
 
 
 class EulerScorer:
-    """The paper's path: every position starts from its own noise and passes all blocks in order.
+    """The paper's path: every position has its own start and passes all blocks in order.
 
     Its blocks mix z into what later positions attend to, so nothing can be cached: each call walks
     the whole window again.
@@ -435,15 +448,20 @@ class EulerScorer:
     def __call__(self, ids: Tensor, start: int) -> Tensor:
         self.window = torch.cat([self.window[:, :start], ids], dim=1)
         noise = window_noise(self.seed, self.window[0].tolist(), self.model.config.z_width)[None]
-        return euler_path(self.model, self.window, noise.to(self.model.device))[-1][:, start:]
+        z = path_start(self.model.config, noise.to(self.model.device))
+        return euler_path(self.model, self.window, z)[-1][:, start:]
 
 
-def euler_path(model: Model, tokens: Tensor, noise: Tensor, *, tail: int = 0) -> list[Tensor]:
+def path_start(config: Config, noise: Tensor) -> Tensor:
+    """Where the path starts, from standard normal noise: at the highest noise level, or at zero."""
+    return config.sigma_max * noise if config.start == "noise" else torch.zeros_like(noise)
+
+
+def euler_path(model: Model, tokens: Tensor, z: Tensor, *, tail: int = 0) -> list[Tensor]:
     """Logits (B, T, V) after each block, walking the noise levels down from sigma_max.
 
-    `noise` (B, T, Z) is standard normal.
+    `z` (B, T, Z) is where the path starts.
     """
-    z = model.config.sigma_max * noise
     path = []
     for number, block in enumerate(model.blocks, start=1):
         logits, z = euler_hop(model.config, number, block, model.table, tokens, z, tail=tail)
@@ -478,6 +496,28 @@ def euler_hop(
     return logits, euler_step(
         z, logits.softmax(-1) @ table, level[..., None], level_next[..., None]
     )
+
+
+def path_loss(
+    block: IndependentBlock,
+    before: Sequence[IndependentBlock],
+    table: Tensor,
+    tokens: Tensor,
+    config: Config,
+    draws: Draws,
+) -> Loss:
+    """Cross entropy of a block at the z that a path through the blocks before it ends with.
+
+    The block may stand in for them: then it needs no other, and learns to improve on itself.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    z = path_start(config, draws.noise)
+    with torch.no_grad():
+        for number, other in enumerate(before, start=1):
+            z = euler_hop(config, number, other, table, inputs, z)[1]
+    logits = euler_hop(config, len(before) + 1, block, table, inputs, z)[0]
+    ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return Loss(ce, ce)
 
 
 def position_noise(seed: int, first: int, count: int, width: int) -> Tensor:

@@ -23,6 +23,7 @@ from blocktrain.learning.compose import (
     Scorer,
     counter_draws,
     euler_path,
+    path_start,
     position_noise,
 )
 from blocktrain.learning.model import target_table
@@ -229,10 +230,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Denoise:
-    """Send back the logits (tail, V) of the last positions of a path from this noise (T, Z)."""
+    """Send back the logits (tail, V) of the last positions of a path that starts at z (T, Z)."""
 
     ids: Tokens
-    noise: Tensor
+    z: Tensor
     tail: int
 
 
@@ -326,9 +327,9 @@ def sweep(text: Text, picker: Picker, sweeps: int) -> Loop:
 
 
 def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
-    """The paper's path: a tail's length at a time from pure noise, for models trained with a tail.
+    """The paper's path: a tail's length at a time, for models trained with a tail.
 
-    Each further sweep of a chunk starts again from noise around the chunk of the one before.
+    Each further sweep of a chunk starts again around the chunk of the one before.
     """
     table, seed = target_table(config), picker.sampler.seed
     while text.remaining:
@@ -339,9 +340,10 @@ def from_noise(text: Text, picker: Picker, config: Config, sweeps: int) -> Loop:
         chunk: Tokens = ()
         for number in range(sweeps):
             noise = position_noise(seed + number, first, len(ids), config.z_width)
+            z = path_start(config, noise)
             if chunk:
-                noise[-size:] += table[torch.tensor(chunk)] / config.sigma_max
-            logits: Tensor = yield Denoise(ids, noise, size)
+                z[-size:] += table[torch.tensor(chunk)]
+            logits: Tensor = yield Denoise(ids, z, size)
             chunk = tuple(picker.picks(logits, len(text.ids)))
         yield Commit(text.append(chunk))
 
@@ -427,8 +429,8 @@ class LocalModel:
         if isinstance(step, Score):
             return self._score(step.window, step.start)
         if isinstance(step, Denoise) and self._model is not None:
-            noise = step.noise[None].to(self._device)
-            path = euler_path(self._model, self._tensor(step.ids), noise, tail=step.tail)
+            z = step.z[None].to(self._device)
+            path = euler_path(self._model, self._tensor(step.ids), z, tail=step.tail)
             return path[-1][0, -step.tail :]
         return None
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blocktrain.config import Config
+
+LOG_SHARE = 0.05  # of edges by loss: how much of them goes by log-width
 
 
 class Range(NamedTuple):
@@ -27,19 +31,23 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class NoiseLevels:
-    """Truncated log-normal distribution of sigma, cut into parts of equal probability."""
+    """Truncated log-normal distribution of sigma, cut into a part for each block."""
 
     p_mean: float
     p_std: float
     sigma_min: float
     sigma_max: float
+    cuts: tuple[float, ...] = ()
+    """Levels between the blocks, rising; without any, parts have equal probability."""
 
     def mass_below(self, sigma: float) -> float:
         """Probability that the untruncated distribution gives a level below sigma."""
         return NormalDist(self.p_mean, self.p_std).cdf(math.log(sigma))
 
     def edges(self, blocks: int) -> list[float]:
-        """blocks + 1 rising levels with equal probability between neighbours."""
+        """blocks + 1 rising levels."""
+        if self.cuts:
+            return [self.sigma_min, *self.cuts, self.sigma_max]
         low, high = self.mass_below(self.sigma_min), self.mass_below(self.sigma_max)
         normal = NormalDist(self.p_mean, self.p_std)
         inner = [
@@ -108,6 +116,23 @@ def euler_step(
 
 
 def noise_levels(config: Config, *, tail: bool = False) -> NoiseLevels:
-    """The distribution a run trains with; the tail has its own lower end."""
-    low = config.tail_sigma_min if tail else config.sigma_min
-    return NoiseLevels(config.p_mean, config.p_std, low, config.sigma_max)
+    """The distribution a run trains with; the tail has its own lower end, and equal parts."""
+    low, cuts = (config.tail_sigma_min, ()) if tail else (config.sigma_min, config.inner_edges)
+    return NoiseLevels(config.p_mean, config.p_std, low, config.sigma_max, cuts)
+
+
+def edges_by_loss(curve: Mapping[float, float], blocks: int) -> list[float]:
+    """blocks + 1 rising levels between which the measured loss rises by the same amount.
+
+    `curve` is the loss at some noise levels. It rises with the noise, up to what the context alone
+    leaves open; so every block gets an equal part of what z can tell. A small share goes by
+    log-width, so that no range is empty where the curve is flat.
+    """
+    levels = np.array(sorted(curve))
+    losses = np.maximum.accumulate([curve[level] for level in levels])
+    position = np.log(levels / levels[0]) / np.log(levels[-1] / levels[0])
+    rise = losses[-1] - losses[0]
+    share = (losses - losses[0]) / rise if rise > 0 else position
+    share = (1 - LOG_SHARE) * share + LOG_SHARE * position
+    inner = np.interp(np.arange(1, blocks) / blocks, share, np.log(levels))
+    return [float(levels[0]), *map(float, np.exp(inner)), float(levels[-1])]

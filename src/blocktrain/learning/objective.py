@@ -82,6 +82,8 @@ def draw_noise(config: Config, sequences: int, generator: torch.Generator) -> Dr
     uniform = torch.rand(sequences, generator=generator)
     noise = torch.randn(sequences, config.context, config.z_width, generator=generator)
     has_tail = config.tail and torch.rand((), generator=generator).item() < config.tail_share
+    if config.noise_scale == "random":
+        noise *= torch.rand(sequences, 1, 1, generator=generator)
     return Draws(uniform, noise, config.tail if has_tail else 0)
 
 

@@ -58,8 +58,8 @@ def fusion_block(manifest: ModelManifest) -> int | None:
     if not isinstance(composition, Fuse | WeightedPool):
         raise ConfigError(
             f"{manifest.run.folder} is composed by {composition.traits.name}, and transformers has "
-            "no place for the noise that it starts every token from: train with --compose fuse or "
-            "--compose pool to export a model"
+            "no place for the state that its path hands from block to block: train with "
+            "--compose fuse or --compose pool to export a model"
         )
     return manifest.config.fusion if isinstance(composition, Fuse) else None
 

@@ -291,7 +291,7 @@ class TextAnswer:
         if not isinstance(self.session, RingSession):
             raise ConfigError("only a model composed by euler can write from noise")
         async with self._deadline():
-            logits = await self.session.denoise(step.ids, step.noise, step.tail, tail=step.tail)
+            logits = await self.session.denoise(step.ids, step.z, step.tail, tail=step.tail)
         self.stats.sweeps += 1
         return logits
 

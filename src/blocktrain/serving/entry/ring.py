@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blocktrain.config import Config
 from blocktrain.errors import BlockTrainError
-from blocktrain.learning.compose import euler_hop, in_pieces, window_noise
+from blocktrain.learning.compose import euler_hop, in_pieces, path_start, window_noise
 from blocktrain.learning.generate import Tokens, common_prefix
 from blocktrain.learning.model import Cache, IndependentBlock, target_table
 from blocktrain.protocol import frames
@@ -102,7 +102,7 @@ class LocalEuler:
 
     def _walk(self, tokens: Tensor, state: Tensor | None, run: frames.Run) -> Tensor:
         if state is None:
-            raise ValueError("a walk of the path begins with noise")
+            raise ValueError("a walk of the path begins with z")
         z, logits = state[None].to(self._device), state
         for number, block in enumerate(self._model.blocks, 1):
             logits, z = euler_hop(
@@ -173,13 +173,12 @@ class RingSession:
         same = common_prefix(self._known, window)
         more = window_noise(self._seed, window, self._model.config.z_width, same)
         self._known, self._noise = window, torch.cat([self._noise[:same], more])
-        return await self.denoise(window, self._noise, len(window) - start)
+        z = path_start(self._model.config, self._noise)
+        return await self.denoise(window, z, len(window) - start)
 
-    async def denoise(self, ids: Tokens, noise: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
-        """Logits (wanted, V) at the end of a walk that begins with this noise (T, Z)."""
-        return await self._walk(
-            ids, frames.Run(0, 0, len(ids), wanted, tail), self._model.config.sigma_max * noise
-        )
+    async def denoise(self, ids: Tokens, z: Tensor, wanted: int, *, tail: int = 0) -> Tensor:
+        """Logits (wanted, V) at the end of a walk that begins with this z (T, Z)."""
+        return await self._walk(ids, frames.Run(0, 0, len(ids), wanted, tail), z)
 
     async def aclose(self) -> None:
         """Free the session everywhere."""
