@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from blocktrain.bench import commands
-from blocktrain.bench.quality import tune
+from blocktrain.bench.quality import quality, tune
 from blocktrain.bench.quality.quality import is_published, version_beside
+from blocktrain.bench.quality.readings import READINGS, require_readings
+from blocktrain.config import make_config
+from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.corpus.source import Source
 from support.command import blocktrain
 
@@ -160,6 +164,73 @@ def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> No
         assert set(read) <= published
         assert read == sorted(read)
         assert read[-1] == steps
+
+
+READING_ROWS = {
+    "end_to_end": "end_to_end",
+    "single_block": "end_to_end",
+    "exact_edges_noise": "end_to_end",
+    "exact_edges_zero": "end_to_end",
+    "exact_chain_zero": "end_to_end",
+    "end_to_end_deep": "end_to_end_deep",
+    "single_block_deep": "end_to_end_deep",
+    "paper_deep_noise": "end_to_end_deep",
+    "paper_deep_zero": "end_to_end_deep",
+}
+
+
+def test_readings_of_the_paper_stand_beside_end_to_end_of_as_many_layers(
+    tmp_path: Path, corpus_folder: Path
+) -> None:
+    small = {"width": 16, "heads": 2, "context": 16, "z_width": 8, "blocks": 3, "steps": 8}
+    options = commands.QualityOptions(
+        tmp_path / "bench",
+        "tiny",
+        Source(str(corpus_folder), None, tmp_path / "cache"),
+        (0,),
+        small,
+        slots=2,
+        command="blocktrain bench quality --readings",
+    )
+    names = ("exact_edges", "exact_chain", "paper_deep")
+    result = commands.readings(options, names)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert {name: row["against"] for name, row in rows.items()} == READING_ROWS
+    assert list(rows) == list(READING_ROWS)
+    for row in rows.values():
+        expected = row["valid_ce"] - rows[row["against"]]["valid_ce"]
+        assert row["gap"] == pytest.approx(expected, abs=2e-5)
+        assert row["steps"] == 8
+    # A block less, each of twice as many layers: 4 layers instead of 3.
+    deep, plain = rows["end_to_end_deep"], rows["end_to_end"]
+    assert deep["million_parameters"] > plain["million_parameters"]
+    figures = result["per_seed"][0]
+    assert [len(ces) for ces in figures["after_block"].values()] == [3, 3, 3, 2, 2]
+    levels = [float(level) for level in figures["edges"]["edges-exact"]["edges"].split(",")]
+    assert 1 < levels[0] < levels[1] < 10
+
+    (tmp_path / "bench" / "seed-0" / "results" / "path-exact_chain.json").unlink()
+    assert commands.readings(options, names)["rows"] == result["rows"]
+    with pytest.raises(RunError, match="other settings"):
+        other = dataclasses.replace(options, settings={**small, "steps": 9})
+        commands.readings(other, names)
+
+
+def test_readings_are_chosen_by_name() -> None:
+    assert require_readings(["all"]) == tuple(READINGS)
+    assert require_readings(["exact", "paper", "exact"]) == ("exact", "paper")
+    with pytest.raises(ConfigError, match="--readings papper: there is no such reading; choose"):
+        require_readings(["papper"])
+
+
+def test_every_reading_has_settings_that_agree() -> None:
+    base = make_config(quality.SCALES["standard"])
+    configs = {name: reading.config(base) for name, reading in READINGS.items()}
+    assert all(config.compose == "euler" for config in configs.values())
+    deep = configs["paper_deep_both"]
+    assert (deep.blocks, deep.layers_per_block, deep.sigma_min) == (3, 4, 3.0)
+    assert deep.sigma_data == pytest.approx(128**-0.5)
+    assert len({config.fingerprint for config in configs.values()}) == len(configs) - 3
 
 
 def test_tuning_finds_a_rate_for_each_kind(

@@ -16,6 +16,7 @@ from blocktrain.bench.quality import quality as jobs_of
 from blocktrain.bench.quality import table
 from blocktrain.bench.quality import tune as tuning
 from blocktrain.bench.quality.gaps import plot_gaps, read_gaps
+from blocktrain.bench.quality.reading_jobs import reading_jobs
 from blocktrain.bench.step import measure_step
 from blocktrain.bench.transport.coordinator import SwarmOptions, measure_swarm
 from blocktrain.bench.transport.coordinator import plot as plot_coordinator
@@ -73,31 +74,60 @@ def quality(options: QualityOptions) -> BenchResult:
         jobs_of.clear_versions(setup)
         setups.append(setup)
     seeds = [table.seed_rows(setup) for setup in setups]
-    rows = table.mean_rows(seeds)
-    corpus = options.source.open(tokenizer_of(options.config(options.seeds[0])))
-    result = {
-        **header(options.command, options.seeds[0]),
-        "scale": options.scale,
-        "data": corpus.name,
-        "valid_tokens": min(
-            len(corpus.valid), jobs_of.VALID_LIMIT[options.scale] or len(corpus.valid)
-        ),
-        "seeds": list(options.seeds),
-        "settings": options.config(options.seeds[0]).model_dump(),
-        "rows": rows,
-        "per_seed": [
-            {"seed": s, **figures} for s, figures in zip(options.seeds, seeds, strict=True)
-        ],
-    }
+    result = _quality_result(options, seeds)
     write_json(options.folder / "quality.json", result)
     table.plot(
         options.folder / "quality.png",
-        rows,
-        f"{options.scale}, {corpus.name}, {len(seeds)} seed(s)",
+        result["rows"],
+        _title(result),
         seeds[0]["leakage"],
     )
     console.print(f"wrote {options.folder / 'quality.json'} and quality.png")
     return result
+
+
+def readings(options: QualityOptions, names: tuple[str, ...]) -> BenchResult:
+    """Readings of the paper for all seeds; leaves readings.json and readings.png in the folder."""
+    options.source.require_outside(options.folder)
+    config = options.config(0)
+    options.source.open(tokenizer_of(config)).require(config.context)
+    limit = jobs_of.VALID_LIMIT[options.scale]
+    setups = []
+    for seed in options.seeds:
+        folder = options.folder / f"seed-{seed}"
+        setup = jobs_of.Setup(folder, options.config(seed), options.source, limit, False, names)
+        jobs = reading_jobs(setup)
+        _same_settings(folder, setup.base, options.source)
+        _run(jobs, options.slots, f"seed {seed}")
+        setups.append(setup)
+    result = _quality_result(options, [table.reading_rows(setup) for setup in setups])
+    title = f"readings of the paper, {_title(result)}"
+    write_json(options.folder / "readings.json", result)
+    table.plot(options.folder / "readings.png", result["rows"], title)
+    console.print(f"wrote {options.folder / 'readings.json'} and readings.png")
+    return result
+
+
+def _quality_result(options: QualityOptions, seeds: list[dict[str, Any]]) -> BenchResult:
+    """The figures of all seeds and their means, with what they were measured on."""
+    config, limit = options.config(options.seeds[0]), jobs_of.VALID_LIMIT[options.scale]
+    corpus = options.source.open(tokenizer_of(config))
+    return {
+        **header(options.command, options.seeds[0]),
+        "scale": options.scale,
+        "data": corpus.name,
+        "valid_tokens": min(len(corpus.valid), limit or len(corpus.valid)),
+        "seeds": list(options.seeds),
+        "settings": config.model_dump(),
+        "rows": table.mean_rows(seeds),
+        "per_seed": [
+            {"seed": s, **figures} for s, figures in zip(options.seeds, seeds, strict=True)
+        ],
+    }
+
+
+def _title(result: BenchResult) -> str:
+    return f"{result['scale']}, {result['data']}, {len(result['seeds'])} seed(s)"
 
 
 def tune(options: QualityOptions) -> BenchResult:

@@ -20,6 +20,7 @@ def quality(
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
     out: Path | None = None,
     tune: Annotated[bool, Parameter(negative=())] = False,
+    readings: Annotated[list[str], Parameter(consume_multiple=True, negative=())] | None = None,
     settings: Varied = None,
     json_: Json = False,
 ) -> None:
@@ -45,9 +46,17 @@ def quality(
     tune
         Instead, find the learning rates of reference, blocks and fusion on one grid, by the loss
         on the calibration slice.
+    readings
+        Instead, the paper read in every way that its text allows (all, or some by name), each
+        beside end to end of as many layers: where the path starts, the noise levels, the depth of
+        a block, and what blocks train on. All take about two hours a seed at scale standard. What
+        the bench without it has trained in the same folder is taken from there.
     """
     from blocktrain.bench import commands
+    from blocktrain.bench.quality.readings import require_readings
 
+    if tune and readings:
+        raise ConfigError("--tune and --readings are two benches: call one after the other")
     seeds = tuple(seed or [0])
     if twice := [n for n in set(seeds) if seeds.count(n) > 1]:
         raise ConfigError(
@@ -58,7 +67,11 @@ def quality(
     options = commands.QualityOptions(
         folder, scale, source(data), seeds, named_settings(settings), cores(), command_line()
     )
-    commands.show(commands.tune(options) if tune else commands.quality(options), json_)
+    if readings:
+        result = commands.readings(options, require_readings(readings))
+    else:
+        result = commands.tune(options) if tune else commands.quality(options)
+    commands.show(result, json_)
 
 
 def gaps(*folders: Path, out: Path | None = None, json_: Json = False) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from blocktrain.bench.quality.readings import DEEP, EXACT, READINGS, TEXT
 from blocktrain.bench.quality.replicas import Replicas
 from blocktrain.bench.serving.samples import judge_samples
-from blocktrain.config import PRESETS, Config
+from blocktrain.config import Config
 from blocktrain.errors import Interrupted
 from blocktrain.learning.compose import MARGINAL_DRAWS, Model, composition_of, independent
 from blocktrain.learning.corpus.source import Source
@@ -90,15 +91,12 @@ STOPPED = "stopped; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "exact": {
-        **PRESETS["paper"],
-        "skip": "exact",
-    },  # what the skip alone changes; first, as its evaluation takes longest
+    "exact": EXACT,  # what the skip alone changes; first, as its evaluation takes longest
     "fuse": {"compose": "fuse"},
     "pool": {"compose": "pool"},
     "same": {"compose": "fuse", "data_order": "shared"},
     "beside": {"compose": "fuse"},
-    "paper": PRESETS["paper"],
+    "paper": TEXT,
 }
 OURS = ("fuse", "pool")
 EQUAL_TIME = ("fuse", "pool", "single_block", "end_to_end")
@@ -143,7 +141,16 @@ class Setup:
             return self.base.replace(
                 **VARIANTS["exact"], sigma_min=float(variant.removeprefix("leakage_"))
             )
-        return self.base.replace(**VARIANTS[variant])
+        if variant in VARIANTS:
+            return self.base.replace(**VARIANTS[variant])
+        reading = DEEP if variant == "deep" else READINGS[variant]
+        pilot = read_json(self.result(reading.edges)) if reading.edges else {}
+        return reading.config(self.base, pilot.get("edges", "mass"))
+
+    def reads(self, variant: str, index: int) -> int:
+        """How many blocks this one needs for its training: the first so many."""
+        is_link = variant in READINGS and READINGS[variant].chain
+        return max(index - 1, 0) if is_link else self.config(variant).reads(index)
 
     def run(self, variant: str) -> RunFolder:
         """Where a variant's weights are."""
@@ -239,6 +246,11 @@ def jobs(setup: Setup) -> list[Job]:
         )
     plan += _equal_time_jobs(setup) + _averaged_jobs(setup)
     plan.append(Job("samples", samples_job, (setup,), after=("evaluate-fuse",)))
+    return without_finished(setup, plan)
+
+
+def without_finished(setup: Setup, plan: list[Job]) -> list[Job]:
+    """The jobs that have no result yet; they wait for no other ones."""
     finished = {job.name for job in plan if setup.result(job.name).exists()}
     return [
         Job(j.name, j.work, j.arguments, tuple(a for a in j.after if a not in finished))
@@ -303,12 +315,12 @@ def measure_costs(channel: Channel, setup: Setup) -> None:
                 pass
             if turn:  # the first step allocates
                 seconds[name].append(trainer.seconds - before)
-        _report_progress(channel, share=(turn + 1) / (COST_STEPS + 1))
+        report_progress(channel, share=(turn + 1) / (COST_STEPS + 1))
     ratios = {
         name: median(s / r for s, r in zip(seconds[name], seconds["reference"], strict=True))
         for name in trainers
     }
-    _save(setup, "costs", ratios)
+    save_result(setup, "costs", ratios)
 
 
 def _job_name(config: Config, variant: str, index: int) -> str:
@@ -321,7 +333,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     config, run = setup.config(variant), setup.run(variant)
     state = run.state(index)
     state.parent.mkdir(parents=True, exist_ok=True)
-    reads = config.reads(index)
+    reads = setup.reads(variant, index)
     trainer = Trainer(config, index, _finals(setup, variant, reads))
     if state.exists():
         trainer.load(state)
@@ -350,7 +362,7 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             trainer.save(state)
             raise Interrupted(STOPPED)
     publish(run, index, trainer.block)
-    _save(
+    save_result(
         setup,
         name,
         {
@@ -378,7 +390,7 @@ def average_job(channel: Channel, setup: Setup, variant: str) -> None:
                 raise Interrupted(STOPPED)
         replicas.save(state)
     publish(run, index, replicas.block)
-    _save(
+    save_result(
         setup,
         variant,
         {
@@ -419,7 +431,8 @@ def _finals(setup: Setup, variant: str, count: int) -> list[IndependentBlock]:
     return independent({n: _final(setup, variant, n) for n in range(1, count + 1)})
 
 
-def _model(setup: Setup, variant: str) -> Model:
+def load_model(setup: Setup, variant: str) -> Model:
+    """The model of a variant whose blocks are trained."""
     config = setup.config(variant)
     blocks = {n: _final(setup, variant, n) for n in range(1, config.blocks + 1)}
     return composition_of(config).assemble(config, blocks)
@@ -430,12 +443,12 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     use_threads()
     if variant in ALONE:
         return _evaluate_alone(channel, setup, variant)
-    config, model = setup.config(variant), _model(setup, variant)
+    config, model = setup.config(variant), load_model(setup, variant)
     result: dict[str, Any] = {}
     valid = setup.valid()
 
     def progress(share: float) -> None:
-        _report_progress(channel, share=share)
+        report_progress(channel, share=share)
 
     if config.predicts_without_noise:
         model.pool_weights = fit_pool_weights(model, setup.corpus().calibration)
@@ -448,7 +461,7 @@ def evaluate_job(channel: Channel, setup: Setup, variant: str) -> None:
     if variant == "fuse":
         reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
         result["reference"] = evaluate_alone(reference, valid, config.context)
-    _save(setup, f"evaluate-{variant}", result)
+    save_result(setup, f"evaluate-{variant}", result)
 
 
 def _evaluate_alone(channel: Channel, setup: Setup, variant: str) -> None:
@@ -459,15 +472,15 @@ def _evaluate_alone(channel: Channel, setup: Setup, variant: str) -> None:
         block,
         setup.valid(),
         config.context,
-        progress=lambda share: _report_progress(channel, share=share),
+        progress=lambda share: report_progress(channel, share=share),
     )
-    _save(setup, f"evaluate-{variant}", {"ce": ce})
+    save_result(setup, f"evaluate-{variant}", {"ce": ce})
 
 
 def samples_job(channel: Channel, setup: Setup) -> None:
     """Quality of sampled text under the end-to-end model."""
     use_threads()
-    config, model = setup.config("fuse"), _model(setup, "fuse")
+    config, model = setup.config("fuse"), load_model(setup, "fuse")
     reference = load_independent(setup.run("fuse"), config, REFERENCE, model.device)
     count = 32 if setup.valid_limit is None else 4
     rows = judge_samples(
@@ -476,19 +489,20 @@ def samples_job(channel: Channel, setup: Setup) -> None:
         setup.valid(),
         count=count,
         seed=config.seed,
-        progress=lambda share: _report_progress(channel, share=share),
+        progress=lambda share: report_progress(channel, share=share),
     )
-    _save(setup, "samples", {"rows": rows})
+    save_result(setup, "samples", {"rows": rows})
 
 
-def _report_progress(channel: Channel, *, share: float) -> None:
+def report_progress(channel: Channel, *, share: float) -> None:
     """Report how far a job is, and end it if it should stop, without waiting for minutes."""
     channel.send(share=share)
     if channel.should_stop and share < 1:
         raise Interrupted(STOPPED)
 
 
-def _save(setup: Setup, job: str, content: dict[str, Any]) -> None:
+def save_result(setup: Setup, job: str, content: dict[str, Any]) -> None:
+    """Leave the numbers of a job, which is finished by that."""
     setup.result(job).parent.mkdir(parents=True, exist_ok=True)
     write_json(setup.result(job), content)
 

@@ -19,6 +19,8 @@ from blocktrain.bench.quality.quality import (
     results,
     twin,
 )
+from blocktrain.bench.quality.reading_jobs import depths, plain_name, plain_variant
+from blocktrain.bench.quality.readings import CURVES, READINGS
 from blocktrain.bench.quality.replicas import TASK_STEPS
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
@@ -80,6 +82,74 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
     }
 
 
+def reading_rows(setup: Setup) -> dict[str, Any]:
+    """The readings of the paper on one seed, each against end to end of as many layers.
+
+    `first_block` is the path after one block: where it is lower, the others only do harm.
+    """
+    by_job = results(setup)
+    make = partial(_reading_row, setup, by_job, bytes_per_token(setup.corpus().index))
+    rows: list[Row] = []
+    readings = {name: READINGS[name] for name in setup.variants}
+    for deep in depths(setup):
+        variant, suffix = plain_variant(deep), "_deep" if deep else ""
+        against, block = (by_job[f"alone-{plain_name(deep, i)}"]["ce"] for i in (REFERENCE, 1))
+        group = [
+            make(f"end_to_end{suffix}", against, variant, [REFERENCE]),
+            make(f"single_block{suffix}", block, variant, [1]),
+        ]
+        for name, reading in readings.items():
+            for start in reading.starts if reading.deep == deep else ():
+                ce = by_job[f"path-{name}"][start]
+                row = make(f"{name}_{start}", ce["euler"], name)
+                group.append(row | {"first_block": ce["euler_1"], "pooled": ce["pooled"]})
+        rows += [
+            row | {"gap": row["valid_ce"] - against, "against": f"end_to_end{suffix}"}
+            for row in group
+        ]
+    return {
+        "rows": rows,
+        "after_block": {
+            f"{name}_{start}": [ce for key, ce in ces.items() if key.startswith("euler_")]
+            for name in readings
+            for start, ces in by_job[f"path-{name}"].items()
+        },
+        "edges": {name: by_job[name] for name in CURVES if name in by_job},
+    }
+
+
+def _reading_row(
+    setup: Setup,
+    by_job: dict[str, Row],
+    density: float,
+    name: str,
+    ce: float,
+    variant: str,
+    indices: Iterable[int] | None = None,
+) -> Row:
+    config = setup.config(variant)
+    numbers = list(indices if indices is not None else range(1, config.blocks + 1))
+    jobs = _trainings(config, variant, numbers)
+    return {
+        "name": name,
+        "valid_ce": ce,
+        "bits_per_byte": ce / density / math.log(2),
+        "steps": config.steps,
+        "worker_mb": max(memory_mb(config, i) for i in numbers),
+        "seconds": round(sum(by_job[job]["seconds"] for job in jobs), 1),
+        "million_parameters": _million_parameters(config, numbers),
+    }
+
+
+def bytes_per_token(index: CorpusIndex) -> float:
+    """Of the valid split."""
+    return sum(s.bytes for s in index.valid) / sum(s.tokens for s in index.valid)
+
+
+def _million_parameters(config: Config, indices: Iterable[int]) -> float:
+    return round(sum(_count_parameters(config, i) for i in indices) / 1e6, 3)
+
+
 def _equal_time_rows(
     setup: Setup, by_job: dict[str, Row], row: Callable[..., Row]
 ) -> Iterator[Row]:
@@ -108,8 +178,7 @@ def _row(
     """Time is of everything that a row is made of, wall-clock with a machine for each of its
     workers, both in the training time of the end-to-end row. Memory and traffic are those of the
     worker that has most."""
-    config = setup.config(variant)
-    density = sum(s.bytes for s in index.valid) / sum(s.tokens for s in index.valid)
+    config, density = setup.config(variant), bytes_per_token(index)
     numbers = list(indices if indices is not None else range(1, config.blocks + 1))
     workers = setup.base.blocks if variant in AVERAGED else 1
     together = workers * len(numbers) > 1
@@ -127,7 +196,7 @@ def _row(
         "worker_mb": max(memory_mb(config, i) for i in numbers),
         "traffic_mb": max(traffic_mb(config, i) for i in numbers) if together else 0.0,
         "seconds": round(sum(by_job[job]["seconds"] for job in jobs), 1),
-        "million_parameters": round(sum(_count_parameters(config, i) for i in numbers) / 1e6, 3),
+        "million_parameters": _million_parameters(config, numbers),
         "distinct_mb": round(
             _distinct_tokens(setup, index, variant, numbers, workers) * density / 1e6, 3
         ),
@@ -241,7 +310,7 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
     rows = []
     for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
         row: Row = {"name": same_name[0]["name"]}
-        row["steps"] = same_name[0]["steps"]
+        row |= {key: same_name[0][key] for key in ("against", "steps") if key in same_name[0]}
         for key in (
             "valid_ce",
             "bits_per_byte",
@@ -250,11 +319,14 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
             "wall_clock",
             "worker_mb",
             "traffic_mb",
+            "first_block",
+            "pooled",
             "seconds",
             "million_parameters",
             "distinct_mb",
         ):
-            row[key] = round(statistics.mean(r[key] for r in same_name), 5)
+            if key in same_name[0]:
+                row[key] = round(statistics.mean(r[key] for r in same_name), 5)
         if len(seeds) > 1:
             row["spread"] = round(
                 max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5
