@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blocktrain.protocol import compression, tensors
-from blocktrain.protocol.compression import GROUP, METHODS, Method
+from blocktrain.protocol.compression import METHODS, Method
+from blocktrain.protocol.quantization import GROUP
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.tensors import Spec, TensorLimits, Tensors
 
-LOSSY: tuple[Method, ...] = ("fp16", "int8", "int4")
+LOSSY: tuple[Method, ...] = ("fp16", "int8", "int4", "int2", "topk")
+FINE: tuple[Method, ...] = ("fp16", "int8", "int4")  # nothing is beyond their last level
 SCHEMA = {"a": Spec((3, 50)), "b": Spec(()), "c": Spec((129,))}
 
 
@@ -114,7 +116,7 @@ def note_of(raw: bytes) -> str:
     return str(header["__metadata__"]["blocktrain"])
 
 
-@pytest.mark.parametrize("method", LOSSY)
+@pytest.mark.parametrize("method", FINE)
 def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
     """Twenty small changes next to a large one: without the residual int4 never sends them."""
     delta = {"w": np.full(GROUP, 1e-5, np.float32)}
@@ -127,6 +129,29 @@ def test_error_feedback_sends_everything_in_the_end(method: Method) -> None:
         np.abs(total - 20 * delta["w"].astype(np.float64)).max()
         <= 1e-3 / METHODS[method].levels * (1 + 2**-9) / 2 + 1e-9
     )
+
+
+@pytest.mark.parametrize(("method", "residual_bound"), [("int2", 0.8), ("topk", 2.0)])
+def test_few_bits_send_outliers_too(method: Method, residual_bound: float) -> None:
+    """The same delta again and again: the residual of no value grows beyond a step."""
+    delta = {"w": np.random.default_rng(0).standard_normal(1000).astype(np.float32)}
+    delta["w"][7] = 12.0
+    residual = None
+    for _ in range(60):
+        _, residual = compression.compress(delta, residual, method)
+    assert residual is not None
+    assert np.sqrt(np.square(residual["w"]).mean()) < residual_bound
+    assert np.abs(residual["w"]).max() < 8
+
+
+@pytest.mark.parametrize(("method", "bits", "lost"), [("int2", 2.3, 0.09), ("topk", 1.4, 0.52)])
+def test_few_bits_of_normal_numbers(method: Method, bits: float, lost: float) -> None:
+    delta = {"w": np.random.default_rng(1).standard_normal((256, 512)).astype(np.float32)}
+    payload, residual = compression.compress(delta, None, method)
+    assert np.square(residual["w"]).sum() / np.square(delta["w"]).sum() < lost
+    assert 8 * len(payload) / delta["w"].size < bits
+    expected = compression.expected_payload(tensors.schema_of(delta), method)
+    assert len(payload) == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -181,6 +206,20 @@ GOLDEN: dict[Method, str] = {
         "227d2c227363616c6573223a7b226474797065223a22463136222c227368617065223a5b325d2c22646174615f6f666673657473223a5b302c345d7d"
         "2c2276616c756573223a7b226474797065223a225538222c227368617065223a5b335d2c22646174615f6f666673657473223a5b342c375d7d7d2020"
         "00749368185f8a"
+    ),
+    "int2": (
+        "e8000000000000007b225f5f6d657461646174615f5f223a7b22626c6f636b747261696e223a2264656c7461203120696e7432202d31322061313263"
+        "306164646435656636616330366364643365353037356263383830343232356161613466636132313535303461646661636237303565313736326265"
+        "227d2c227363616c6573223a7b226474797065223a22463136222c227368617065223a5b325d2c22646174615f6f666673657473223a5b302c345d7d"
+        "2c2276616c756573223a7b226474797065223a225538222c227368617065223a5b335d2c22646174615f6f666673657473223a5b342c375d7d7d2020"
+        "f3744b69787a88"
+    ),
+    "topk": (
+        "e8000000000000007b225f5f6d657461646174615f5f223a7b22626c6f636b747261696e223a2264656c7461203120746f706b202d31302061313263"
+        "306164646435656636616330366364643365353037356263383830343232356161613466636132313535303461646661636237303565313736326265"
+        "227d2c227363616c6573223a7b226474797065223a22463136222c227368617065223a5b325d2c22646174615f6f666673657473223a5b302c345d7d"
+        "2c2276616c756573223a7b226474797065223a225538222c227368617065223a5b335d2c22646174615f6f666673657473223a5b342c375d7d7d2020"
+        "30729d66788988"
     ),
 }
 
@@ -237,6 +276,8 @@ HASH = tensors.schema_hash(SCHEMA)
         (with_wire(put("scales", 1, -1.0)), Code.NOT_FINITE),
         (with_wire(put("values", 3, -128)), Code.MALFORMED),
         (with_wire(put("values", 3, 0x80), "int4"), Code.MALFORMED),
+        (with_wire(put("scales", 1, -1.0), "int2"), Code.NOT_FINITE),
+        (with_wire(put("values", 3, 0x80), "topk"), Code.MALFORMED),
         (with_wire(put("values", 3, math.nan), "none"), Code.NOT_FINITE),
         (with_wire(put("values", 3, math.inf), "fp16"), Code.NOT_FINITE),
         (with_wire(lambda wire: wire | {"more": np.zeros(1, np.int8)}), Code.WRONG_SHAPE),

@@ -17,9 +17,13 @@ from blocktrain.coordinator.http import StageRegistry
 from blocktrain.errors import ConfigError, Unreachable
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.generate import write as write_locally
-from blocktrain.protocol.messages import read
+from blocktrain.protocol.messages import (
+    MAX_STAGES,
+    STAGE_EXPIRY_SECONDS,
+    StageNotice,
+    read,
+)
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.stages import EXPIRY_SECONDS, MAX_STAGES, StageNotice
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.blocks import serve_blocks
 from blocktrain.serving.entry import route
@@ -54,7 +58,7 @@ def test_recently_announced_stages_are_listed() -> None:
     stages.announce_stage(notice())
     stages.announce_stage(notice(model="cd" * 32))  # it was started again, with another model
     assert stages.stages().stages == (notice(model="cd" * 32),)
-    clock.now += EXPIRY_SECONDS - 1
+    clock.now += STAGE_EXPIRY_SECONDS - 1
     stages.announce_stage(notice("[::1]:8482"))
     clock.now += 2
     assert stages.stages().stages == (notice("[::1]:8482"),)

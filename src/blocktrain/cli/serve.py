@@ -448,7 +448,7 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
 
 async def _keep_announcing(coordinator: HttpClient, stage: Stage) -> None:
     """Announce the stage again and again; a coordinator that does not answer may do so later."""
-    from blocktrain.protocol.stages import NOTICE_SECONDS, StageNotice
+    from blocktrain.protocol.messages import STAGE_NOTICE_SECONDS, StageNotice
     from blocktrain.web.client import retry_later
 
     notice = StageNotice(address=stage.address, model=stage.blocks.facts.model)
@@ -458,7 +458,7 @@ async def _keep_announcing(coordinator: HttpClient, stage: Stage) -> None:
         except BlockTrainError as error:
             if not retry_later(error):
                 raise
-        await asyncio.sleep(NOTICE_SECONDS)
+        await asyncio.sleep(STAGE_NOTICE_SECONDS)
 
 
 def _stop_event() -> asyncio.Event:

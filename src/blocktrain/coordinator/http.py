@@ -23,8 +23,13 @@ from blocktrain.protocol import calls
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Argument, Call
 from blocktrain.protocol.identity import worker_id
+from blocktrain.protocol.messages import (
+    MAX_STAGES,
+    STAGE_EXPIRY_SECONDS,
+    StageList,
+    StageNotice,
+)
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.stages import EXPIRY_SECONDS, MAX_STAGES, StageList, StageNotice
 from blocktrain.store.contract import is_blob_name
 from blocktrain.web.guard import Access, Front, Handler, keys_of, number
 
@@ -233,7 +238,7 @@ class StageRegistry:
             return StageList(stages=tuple(notice for notice, _ in self._notices.values()))
 
     def _drop_old(self) -> None:
-        oldest = self._clock.monotonic() - EXPIRY_SECONDS
+        oldest = self._clock.monotonic() - STAGE_EXPIRY_SECONDS
         self._notices = {a: entry for a, entry in self._notices.items() if entry[1] >= oldest}
 
 

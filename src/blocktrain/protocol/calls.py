@@ -23,13 +23,14 @@ from blocktrain.protocol.messages import (
     Kick,
     Manifest,
     Message,
+    StageList,
+    StageNotice,
     Submission,
     SubmitReply,
     TaskReply,
     TaskRequest,
     UploadState,
 )
-from blocktrain.protocol.stages import StageList, StageNotice
 from blocktrain.protocol.status import Status
 
 Needs = Literal["nothing", "token", "ticket", "operator"]

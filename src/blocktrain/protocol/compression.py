@@ -9,6 +9,8 @@ Bounds of one element x of a delta, with s the scale of its group of 128
     fp16   |error| <= |x| / 2048, or 2**(exponent - 25) where that is larger
     int8   |error| <= s / 2, levels -127 to 127
     int4   |error| <= s / 2, levels -7 to 7
+    int2   |error| <= s / 2 up to 7.5 s, with s the root mean square of a group of 512
+    topk   the same with 2.5 root mean squares
 The residual is exactly what a payload lacks: sent + residual == delta + old residual.
 """
 
@@ -19,13 +21,26 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from backports import zstd
 from pydantic import AfterValidator
 
+from blocktrain.protocol.quantization import (
+    GROUP,
+    LARGE_GROUP,
+    check_nibbles,
+    check_scales,
+    cut,
+    dequantize_all,
+    group_count,
+    join,
+    pack_nibbles,
+    quantize,
+    quantize_coarsely,
+    unpack_nibbles,
+)
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.tensors import (
     DEFAULT_LIMITS,
@@ -44,7 +59,6 @@ from blocktrain.protocol.tensors import (
     schema_of,
 )
 
-GROUP = 128
 # fp16 times 2**exponent is then a normal float32, so a level times a scale is exact everywhere.
 MIN_EXPONENT, MAX_EXPONENT = -100, 64
 WINDOW_LOG_MAX = 23  # a zstd frame may ask the reader for a window of 8 MiB at most
@@ -59,10 +73,11 @@ class Compression(ABC):
     name: ClassVar[str]
     exact: ClassVar[bool] = False
     """Keeps every bit: there is no residual, and a worker sends new weights, not a delta."""
-    levels: ClassVar[int] = 1
-    """The peak of a delta divided by this is its largest scale."""
+    levels: ClassVar[float] = 1
+    """The peak of a delta divided by this is at least its largest scale."""
     zstd_share: ClassVar[float] = 1.0
     """What zstd leaves of the bytes of `layout`, measured on updates of real training."""
+    zstd_options: ClassVar[dict[int, int]] = {zstd.CompressionParameter.compression_level: 1}
 
     @abstractmethod
     def layout(self, sizes: Sequence[int]) -> Layout:
@@ -98,10 +113,10 @@ class NoCompression(Compression):
         return {"values": ("F32", (sum(sizes),))}
 
     def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
-        return {"values": _join(tensors, "<f4")}
+        return {"values": join(tensors, "<f4")}
 
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
-        return _cut(wire["values"], sizes)
+        return cut(wire["values"], sizes)
 
 
 class Float16(Compression):
@@ -113,10 +128,10 @@ class Float16(Compression):
 
     def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
         values = [np.ldexp(x.astype(np.float64), -exponent).astype("<f2") for x in tensors]
-        return {"values": _join(values, "<f2")}
+        return {"values": join(values, "<f2")}
 
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
-        parts = _cut(wire["values"], sizes)
+        parts = cut(wire["values"], sizes)
         return [np.ldexp(part.astype(np.float32), exponent) for part in parts]
 
 
@@ -127,29 +142,30 @@ class Int8(Compression):
     levels = 127
     zstd_share = 0.97
 
+    group: ClassVar[int] = GROUP
+
     def layout(self, sizes: Sequence[int]) -> Layout:
-        groups = sum(_groups(size) for size in sizes)
+        groups = sum(group_count(size, self.group) for size in sizes)
         return {"values": ("I8", (sum(sizes),)), "scales": ("F16", (groups,))}
 
+    def quantize(self, x: Array, exponent: int) -> tuple[Array, Array]:
+        """(levels, scales) of one flat tensor."""
+        return quantize(x, self.levels, exponent)
+
     def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
-        pairs = [_quantize(x, self.levels, exponent) for x in tensors]
+        pairs = [self.quantize(x, exponent) for x in tensors]
         return {
-            "values": _join([values for values, _ in pairs], "<i1"),
-            "scales": _join([scales for _, scales in pairs], "<f2"),
+            "values": join([values for values, _ in pairs], "<i1"),
+            "scales": join([scales for _, scales in pairs], "<f2"),
         }
 
     def check(self, wire: Tensors, sizes: Sequence[int]) -> None:
-        _check_scales(wire["scales"])
+        check_scales(wire["scales"])
         if (wire["values"] == -128).any():
             raise Refused(Code.MALFORMED, "a level is -128; levels are -127 to 127")
 
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
-        values, scales = wire["values"], wire["scales"]
-        groups = _cut(scales, [_groups(size) for size in sizes])
-        return [
-            _dequantize(part, steps, exponent)
-            for part, steps in zip(_cut(values, sizes), groups, strict=True)
-        ]
+        return dequantize_all(wire["values"], wire["scales"], sizes, exponent, self.group)
 
 
 class Int4(Int8):
@@ -164,19 +180,48 @@ class Int4(Int8):
 
     def encode(self, tensors: Sequence[Array], exponent: int) -> Tensors:
         wire = super().encode(tensors, exponent)
-        return wire | {"values": _pack_nibbles(wire["values"])}
+        return wire | {"values": pack_nibbles(wire["values"])}
 
     def check(self, wire: Tensors, sizes: Sequence[int]) -> None:
-        _check_nibbles(wire["values"], sum(sizes))
-        _check_scales(wire["scales"])
+        check_nibbles(wire["values"], sum(sizes))
+        check_scales(wire["scales"])
 
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
-        values = _unpack_nibbles(wire["values"], sum(sizes))
+        values = unpack_nibbles(wire["values"], sum(sizes))
         return super().decode(wire | {"values": values}, sizes, exponent)
 
 
+class Int2(Int4):
+    """Levels as in int4, but each is as far from the next as the values of its group are large.
+
+    Most are then -1, 0 or 1, and zstd makes about two bits of each. The larger ones keep outliers
+    from piling up in the residual, as they would with four levels.
+    """
+
+    name = "int2"
+    group = LARGE_GROUP
+    step: ClassVar[float] = 1.0
+    """Between two levels, in root mean squares of a group."""
+    levels = 1.0
+    zstd_share = 0.49
+    zstd_options = Int4.zstd_options | {zstd.CompressionParameter.min_match: 7}
+
+    def quantize(self, x: Array, exponent: int) -> tuple[Array, Array]:
+        return quantize_coarsely(x, self.step, exponent)
+
+
+class TopK(Int2):
+    """Only the largest values, those beyond 1.25 root mean squares of their group; zero is sent for
+    all others. zstd makes little more than one bit of each."""
+
+    name = "topk"
+    step = 2.5
+    levels = 0.4
+    zstd_share = 0.29
+
+
 METHODS: dict[str, Compression] = {
-    method.name: method for method in (NoCompression(), Float16(), Int8(), Int4())
+    method.name: method for method in (NoCompression(), Float16(), Int8(), Int4(), Int2(), TopK())
 }
 
 
@@ -229,6 +274,12 @@ def decompress(
     if update.absolute:
         raise Refused(Code.MALFORMED, "the payload holds weights, not a delta")
     return update.tensors
+
+
+def add_delta(weights: Mapping[str, Array], payload: bytes) -> Tensors:
+    """The version that a delta makes of the one before: one float32 sum per weight."""
+    delta = decompress(payload, schema_of(weights))
+    return {name: np.asarray(tensor + delta[name]) for name, tensor in weights.items()}
 
 
 def check_update(
@@ -310,7 +361,7 @@ def _write_payload(kind: str, total: Tensors, method: Compression) -> tuple[byte
     exponent = method.exponent(_peak(total))
     wire = method.encode(flat, exponent)
     raw = pack(wire, f"{kind} 1 {method.name} {exponent} {schema_hash(schema_of(total))}")
-    payload = zstd.compress(raw, options={zstd.CompressionParameter.compression_level: 1})
+    payload = zstd.compress(raw, options=method.zstd_options)
     if method.exact:
         return payload, {}
     parts = method.decode(wire, [x.size for x in flat], exponent)
@@ -345,72 +396,6 @@ def _require_float32(schema: Schema) -> None:
 
 def _peak(tensors: Mapping[str, Array]) -> float:
     return max((float(np.abs(t).max(initial=0)) for t in tensors.values()), default=0.0)
-
-
-def _join(parts: Sequence[Array], dtype: str) -> Array:
-    return np.concatenate([np.zeros(0, dtype), *parts])
-
-
-def _cut(joined: Array, sizes: Sequence[int]) -> list[Array]:
-    ends = np.cumsum([0, *sizes])
-    return [joined[start:end] for start, end in pairwise(ends)]
-
-
-def _groups(size: int) -> int:
-    return -(-size // GROUP)
-
-
-def _quantize(x: Array, levels: int, exponent: int) -> tuple[Array, Array]:
-    """(levels, scales) of one flat tensor. float64 finds the nearest level without rounding."""
-    groups = np.zeros((_groups(x.size), GROUP), np.float64)
-    groups.reshape(-1)[: x.size] = x
-    exact = np.ldexp(np.abs(groups).max(axis=1, initial=0) / levels, -exponent)
-    scales = exact.astype("<f2")
-    # Rounded up, so that no level lies beyond the last.
-    scales = np.where(scales < exact, np.nextafter(scales, np.float16(np.inf)), scales)
-    steps = np.ldexp(scales.astype(np.float64), exponent)
-    nearest = np.rint(groups / np.where(steps == 0, 1, steps)[:, None])
-    return nearest.astype(np.int8).reshape(-1)[: x.size], scales
-
-
-def _dequantize(values: Array, scales: Array, exponent: int) -> Array:
-    """One flat tensor in float32; exact, as a level has 7 bits and a scale 11."""
-    out = values.astype(np.float32)
-    steps = np.ldexp(scales.astype(np.float32), exponent)
-    whole = out.size - out.size % GROUP
-    out[:whole].reshape(-1, GROUP)[...] *= steps[: whole // GROUP, None]
-    out[whole:] *= steps[whole // GROUP :]  # the last group is short, or there is none
-    return out
-
-
-def _pack_nibbles(levels: Array) -> Array:
-    """Level + 8 (1 to 15) in four bits, the first of two in the low half.
-
-    An odd number of levels is padded with level 0.
-    """
-    codes = np.full(levels.size + levels.size % 2, 8, np.uint8)
-    codes[: levels.size] = levels + 8
-    return codes[0::2] | (codes[1::2] << 4)
-
-
-def _check_scales(scales: Array) -> None:
-    if (scales < 0).any():
-        raise Refused(Code.NOT_FINITE, "a scale is negative")
-
-
-def _check_nibbles(packed: Array, size: int) -> None:
-    low, high = packed & 15, packed >> 4
-    if (low == 0).any() or (high == 0).any() or (size % 2 and high[-1] != 8):
-        raise Refused(
-            Code.MALFORMED, "an int4 code is 0, or the padding is not level 0; codes are 1 to 15"
-        )
-
-
-def _unpack_nibbles(packed: Array, size: int) -> Array:
-    codes = np.empty(2 * packed.size, np.int8)
-    codes[0::2] = packed & 15
-    codes[1::2] = packed >> 4
-    return codes[:size] - np.int8(8)
 
 
 def _read_note(

@@ -22,6 +22,9 @@ MAX_JSON = 1 << 16  # of a request
 MAX_REPLY = 1 << 22  # of an answer
 MAX_BLOCKS = 256
 MAX_SHARDS = 4096  # of a task
+MAX_STAGES = 256
+STAGE_NOTICE_SECONDS = 5.0  # between two notices of a stage
+STAGE_EXPIRY_SECONDS = 20.0  # that a stage is listed after its last one
 TICKET_HEADER = "BlockTrain-Ticket"  # of a chunk: the ticket in the task
 DIGEST_HEADER = "BlockTrain-SHA256"  # of a chunk: its sha256
 WORKER_HEADER = "BlockTrain-Worker"  # of a download: whose bytes these are, for the counters
@@ -412,3 +415,21 @@ class Kick(Message):
 
     worker: WorkerId
     reason: Sentence = ""
+
+
+class StageNotice(Message):
+    """POST /v1/stages: a stage says that it serves, and repeats this every few seconds.
+
+    Only a hint: a stage proves what it is on its own connection.
+    """
+
+    address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$")]
+    """host:port, as others reach it."""
+    model: Sha256
+    """The hash of the model that it holds blocks of."""
+
+
+class StageList(Message):
+    """GET /v1/stages: the stages whose notice has not expired."""
+
+    stages: Annotated[tuple[StageNotice, ...], Field(max_length=MAX_STAGES)]

@@ -38,6 +38,8 @@ from blocktrain.protocol.messages import (
     Manifest,
     Message,
     Refusal,
+    StageList,
+    StageNotice,
     Submission,
     SubmitReply,
     TaskReply,
@@ -47,7 +49,6 @@ from blocktrain.protocol.messages import (
     write,
 )
 from blocktrain.protocol.refusals import Code, Refused
-from blocktrain.protocol.stages import StageList, StageNotice
 from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import range_header, sha256
 
