@@ -27,7 +27,6 @@ from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.messages import Blob, Manifest, Submission
 from blocktrain.protocol.refusals import Refused
-from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.folder import create_run
 from blocktrain.runs.local import train_blocks
 from blocktrain.runs.prepare import prepare
@@ -39,6 +38,13 @@ from support.protocol_samples import FACTS
 
 Body = dict[str, Any]
 Change = Callable[[list[tuple[str, Body]]], None]
+
+
+RULES = {
+    "average": {"compression": "none", "outer": "average"},
+    "nesterov": {"compression": "int4", "outer": "nesterov"},
+    "deltas": {"compression": "int4", "version_compression": "int2"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +59,8 @@ def runs(
     tmp_path_factory: pytest.TempPathFactory, corpus: TokenCorpus, prepared: Path
 ) -> Iterator[dict[str, WatchedCoordinator]]:
     found = {
-        outer: play(
-            tmp_path_factory.mktemp(outer), corpus, prepared, compression=compression, outer=outer
-        )
-        for compression, outer in (("none", "average"), ("int4", "nesterov"))
+        name: play(tmp_path_factory.mktemp(name), corpus, prepared, **policy)
+        for name, policy in RULES.items()
     }
     yield found
     for coordinator in found.values():
@@ -74,7 +78,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("outer", RULES)
 def test_honest_run_passes_from_its_folder_and_through_its_calls(
     runs: dict[str, WatchedCoordinator], outer: str, tmp_path: Path
 ) -> None:
@@ -102,7 +106,7 @@ def test_honest_run_passes_from_its_folder_and_through_its_calls(
     assert told["ok"] and told["head"] == run.manifest().head and len(told["contributions"]) == 3
 
 
-@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("outer", RULES)
 def test_honest_run_trains_again_to_the_same_bytes(
     runs: dict[str, WatchedCoordinator], outer: str
 ) -> None:
@@ -346,6 +350,34 @@ def test_every_fault_is_found(folder: Path, fault: str) -> None:
     assert names(forge(folder, change)) == expected
 
 
+def swap_deltas(told: list[tuple[str, Body]]) -> None:
+    """The first two versions of a block with each other's delta."""
+    made = [body for kind, body in told if kind == "version" and body["delta"]]
+    one, other = [body for body in made if body["block"] == made[0]["block"]][:2]
+    one["delta"], other["delta"] = other["delta"], one["delta"]
+
+
+def change_version(name: str, value: Any) -> Change:
+    def change(told: list[tuple[str, Body]]) -> None:
+        next(body for kind, body in told if kind == "version" and body["delta"])[name] = value
+
+    return change
+
+
+DELTA_FAULTS: dict[str, tuple[Change, set[str]]] = {
+    "deltas of other versions": (swap_deltas, {"delta"}),
+    "no delta": (change_version("delta", None), {"delta"}),
+    "a residual that was dropped": (change_version("residual", None), {"residual"}),
+    "rules without deltas": (put("run", 0, "policy", "version_compression", "none"), {"delta"}),
+}
+
+
+@pytest.mark.parametrize("fault", DELTA_FAULTS)
+def test_every_fault_of_a_delta_is_found(runs: dict[str, WatchedCoordinator], fault: str) -> None:
+    change, expected = DELTA_FAULTS[fault]
+    assert expected <= names(forge(Path(runs["deltas"].run.store.address), change))
+
+
 def test_a_damaged_shard_is_found(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     shard = next((tmp_path / "copy" / "blobs" / "linked").iterdir())
@@ -404,7 +436,9 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
         Update("4", drawn(1e-3), 20, 1.0),
     ]
     merged = merge(
-        MergeContext(current, MergeOptions(outer=outer, clip=0.5, clip_after=1), held, (6.0,)),
+        MergeContext(
+            current, MergeOptions(outer=outer, clip=0.5, clip_after=1, changes=True), held, (6.0,)
+        ),
         updates,
     )
     assert (
@@ -425,11 +459,10 @@ def test_both_ways_of_merging_agree_to_the_last_bit(outer: str) -> None:
     assert mean is not None
     made = FACTS["version"].model_copy(update={"outer": outer})
     assert isinstance(made, ledger.VersionFacts)
-    weights, momentum = recompute.next_weights(current, mean, held, made)
-    assert weights.sha256 == sha256(tensors.pack(merged.state))
-    assert (momentum and momentum.sha256) == (
-        merged.momentum and sha256(tensors.pack(merged.momentum))
-    )
+    weights, momentum = recompute.outer_step(current, mean, held, made)
+    assert tensors.pack(recompute.narrow(weights)) == tensors.pack(merged.state)
+    assert tensors.pack(recompute.narrow(momentum or {})) == tensors.pack(merged.momentum or {})
+    assert tensors.pack(recompute.change_of(current, weights)) == tensors.pack(merged.change)
 
 
 def test_a_ledger_that_was_not_linked_again_is_found_by_its_chain(copy: Path) -> None:

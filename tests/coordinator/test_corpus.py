@@ -138,8 +138,8 @@ def test_a_run_of_an_older_protocol_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(tmp_path).close()
-    monkeypatch.setattr("blocktrain.protocol.messages.PROTOCOL", 3)
-    with pytest.raises(RunError, match=r"begun with protocol 2.*speaks 3.*version that it began"):
+    monkeypatch.setattr("blocktrain.protocol.messages.PROTOCOL", 4)
+    with pytest.raises(RunError, match=r"begun with protocol 3.*speaks 4.*version that it began"):
         open_coordinator(tmp_path)
 
 

@@ -29,8 +29,8 @@ CANONICAL = (
 PUBLIC = "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
 WORKER_ID = "56475aa75463474c0285df5dbf2bcab7"
 SIGNATURE = (
-    "ab08a2a764424b6060014ef2af9892dbb994e05b6f38364b942cd9c018048d8e"
-    "c766add2775ba5c5c348b79500113edb11c47ea3fe74b9b635a666cc4ae20707"
+    "0fbbd10fc708d875e6e94268e85430532d3b236ebfed128fb314918b3cb77429"
+    "86c28f39169d30c295c5732b66dfea95b51811a56098db61d23de6dcb0791f06"
 )
 DIGEST = "a91982190ab2b64c82ba10c89774c14729fe6a32673b60f9aad2f469df8081c1"
 LINEAGE = "256e0133cbeedfc3992ce4b34e5c7e51d6caafa15b3534ca8bfc2935e5396641"
@@ -39,7 +39,7 @@ ENTRY = "47d1c327e5b8de2887e2eebde5bc63df26ed5477911cf2f18f9d894a6621c96e"
 
 def test_golden_canonical_bytes_and_signature() -> None:
     assert identity.canonical(SUBMISSION) == CANONICAL.encode()
-    assert identity.signing_bytes(SUBMISSION) == b"blocktrain 2 Submission\n" + CANONICAL.encode()
+    assert identity.signing_bytes(SUBMISSION) == b"blocktrain 3 Submission\n" + CANONICAL.encode()
     assert (KEY.public_key, KEY.worker) == (PUBLIC, WORKER_ID)
     assert KEY.sign(SUBMISSION).signature == SIGNATURE
     assert identity.digest(SUBMISSION) == DIGEST

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from blocktrain.audit.corpus import CorpusCheck, read_corpus
+from blocktrain.audit.deltas import VersionChange, check_delta
 from blocktrain.audit.evidence import (
+    Audit,
     AuditProgress,
     CheckName,
     EvidenceSource,
@@ -25,7 +26,14 @@ from blocktrain.audit.evidence import (
     read_verified,
     require_protocol,
 )
-from blocktrain.audit.recompute import add, clip_scale, next_weights, propose
+from blocktrain.audit.recompute import (
+    add,
+    clip_scale,
+    name_of,
+    narrow,
+    outer_step,
+    propose,
+)
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
@@ -56,48 +64,9 @@ class _Published:
 
     weights: Blob
     momentum: Blob | None = None
+    residual: Blob | None = None
     tokens: int = 0
     norms: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What was checked, and what was found."""
-
-    run: str
-    head: str  # hash of the newest entry: two audits with the same one looked at the same ledger
-    entries: int
-    updates: int  # accepted
-    versions: int  # made by merging
-    pending: int  # updates that wait for their merge
-    dropped: int
-    retrained: int
-    contributions: Totals
-    findings: tuple[Finding, ...]
-    facts: ledger.RunFacts | None = field(default=None, repr=False)
-
-    @property
-    def parent(self) -> ledger.ParentRun | None:
-        """The trained model that the run goes on from."""
-        return self.facts.parent if self.facts else None
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def as_dict(self) -> dict[str, Any]:
-        totals = {
-            worker: {"updates": count, "tokens": tokens}
-            for worker, (count, tokens) in sorted(self.contributions.items())
-        }
-        fields = {key: value for key, value in vars(self).items() if key != "facts"}
-        return {
-            "ok": self.ok,
-            **fields,
-            "parent": self.parent.model_dump(mode="json") if self.parent else None,
-            "contributions": totals,
-            "findings": [asdict(f) for f in self.findings],
-        }
 
 
 def audit(
@@ -389,7 +358,13 @@ class Auditor:
                 self._weights(entry, version, parts, name)
         finally:
             chain.append(
-                _Published(version.weights, version.momentum, version.tokens, version.norms)
+                _Published(
+                    version.weights,
+                    version.momentum,
+                    version.residual,
+                    version.tokens,
+                    version.norms,
+                )
             )
 
     def _settle(
@@ -510,19 +485,32 @@ class Auditor:
             if before.momentum is None
             else tensors.unpack(read_verified(self.source, before.momentum), schema)
         )
-        weights, momentum = next_weights(current, mean, buffer, version)
-        if weights != version.weights:
+        target, momentum = outer_step(current, mean, buffer, version)
+        weights, problems = check_delta(
+            self.source,
+            version,
+            VersionChange(
+                self.run.version_compression if self.run else "none",
+                current,
+                target,
+                before.residual,
+                [update for _, update in parts],
+            ),
+        )
+        for check, sentence in problems:
+            self.report(check, entry.seq, f"{name} {sentence}")
+        if name_of(weights) != version.weights:
             self.report(
                 "weights", entry.seq, f"{name} recomputes to other weights than were published"
             )
-        if momentum != version.momentum:
+        if (momentum and name_of(narrow(momentum))) != version.momentum:
             self.report(
                 "momentum",
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
             )
         self._rules(entry, version, norms, name)
-        for blob in filter(None, (version.weights, version.momentum)):
+        for blob in filter(None, (version.weights, version.momentum, version.residual)):
             read_verified(self.source, blob)
 
     def _rules(

@@ -1,4 +1,4 @@
-"""What an audit reads: the ledger and the blobs of a run, from its folder or through its calls."""
+"""What an audit reads, from a run's folder or through its calls, and what it reports."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from blocktrain.errors import Damaged, RunError, Unreachable
 from blocktrain.protocol.calls import Calls
-from blocktrain.protocol.ledger import LedgerEntry
+from blocktrain.protocol.ledger import LedgerEntry, ParentRun, RunFacts
 from blocktrain.protocol.messages import PROTOCOL, Blob, Manifest
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.store.open import read_blobs, read_store
@@ -40,6 +40,8 @@ CheckName = Literal[
     "sequence",  # versions do not follow each other
     "weights",  # recomputed to other bytes
     "momentum",
+    "delta",  # not what the version adds to its parent
+    "residual",
     "blob",  # missing or with other bytes
     "corpus",  # a shard is damaged, or a task reads other text than the rules say
     "contributions",  # totals do not add up
@@ -65,6 +67,46 @@ class RunRecord:
     entries: tuple[LedgerEntry, ...]
     totals: Totals | None = None
     manifest: Manifest | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was checked, and what was found."""
+
+    run: str
+    head: str  # hash of the newest entry: two audits with the same one looked at the same ledger
+    entries: int
+    updates: int  # accepted
+    versions: int  # made by merging
+    pending: int  # updates that wait for their merge
+    dropped: int
+    retrained: int
+    contributions: Totals
+    findings: tuple[Finding, ...]
+    facts: RunFacts | None = field(default=None, repr=False)
+
+    @property
+    def parent(self) -> ParentRun | None:
+        """The trained model that the run goes on from."""
+        return self.facts.parent if self.facts else None
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def as_dict(self) -> dict[str, Any]:
+        totals = {
+            worker: {"updates": count, "tokens": tokens}
+            for worker, (count, tokens) in sorted(self.contributions.items())
+        }
+        fields = {key: value for key, value in vars(self).items() if key != "facts"}
+        return {
+            "ok": self.ok,
+            **fields,
+            "parent": self.parent.model_dump(mode="json") if self.parent else None,
+            "contributions": totals,
+            "findings": [asdict(f) for f in self.findings],
+        }
 
 
 class EvidenceSource(Protocol):

@@ -54,12 +54,12 @@ def clip_scale(norm: float, known: Sequence[float], clip: float | None, clip_aft
     return min(1.0, limit / norm) if norm > 0 else 1.0
 
 
-def next_weights(
+def outer_step(
     current: Tensors, mean: Tensors, buffers: Tensors | None, version: VersionFacts
-) -> tuple[Blob, Blob | None]:
-    """(weights, memory of the outer step) that follow from the mean of the proposals, by name."""
+) -> tuple[Tensors, Tensors | None]:
+    """(weights, memory of the outer step) after the mean of the proposals, in float64."""
     if version.outer == "average":
-        return _name(mean), None
+        return mean, None
     weights: Tensors = {}
     momentum: Tensors = {}
     for name, tensor in current.items():
@@ -74,12 +74,20 @@ def next_weights(
             gradient + version.outer_momentum * buffer
         )
         momentum[name] = buffer
-    return _name(weights), _name(momentum)
+    return weights, momentum
 
 
-def _name(wide: Tensors) -> Blob:
+def change_of(current: Tensors, target: Tensors) -> Tensors:
+    """What a version adds to its parent, before it is compressed."""
+    return narrow({name: target[name] - current[name].astype(np.float64) for name in current})
+
+
+def narrow(wide: Tensors) -> Tensors:
     with np.errstate(over="ignore"):
-        content = pack(
-            {name: np.asarray(tensor).astype(np.float32) for name, tensor in wide.items()}
-        )
+        return {name: np.asarray(tensor).astype(np.float32) for name, tensor in wide.items()}
+
+
+def name_of(tensors: Tensors) -> Blob:
+    """The blob that tensors are stored as."""
+    content = pack(tensors)
     return Blob(sha256=hashlib.sha256(content).hexdigest(), length=len(content))

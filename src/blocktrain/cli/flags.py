@@ -164,7 +164,9 @@ _COORDINATION = Group(
 Coordination = flags_of(
     "PolicyFlags",
     Policy,
-    dict.fromkeys(("compression", "replicas", "task_seconds", "tokens"), _COORDINATION),
+    dict.fromkeys(
+        ("compression", "version_compression", "replicas", "task_seconds", "tokens"), _COORDINATION
+    ),
     default=rare("Coordination that few people change"),
 )
 Token = Annotated[

@@ -18,7 +18,7 @@ from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.serving.line.address import is_loopback, parse_address
 
 if TYPE_CHECKING:
-    from blocktrain.audit.audit import Audit
+    from blocktrain.audit.evidence import Audit
     from blocktrain.protocol.calls import Calls
     from blocktrain.web.client import HttpClient
 

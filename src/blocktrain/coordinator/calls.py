@@ -389,14 +389,16 @@ class Coordinator:
             lent = facts.LeaseFacts(worker=worker, fence=lease.fence, order=order)
             run.save(state.apply_grant(run.state, decision), [note("lease", lent)])
         deadline = run.state.blocks[lease.block].round.deadline
+        order = run.history.orders[lease.task]
         return m.Task(
-            **dict(run.history.orders[lease.task]),
+            **dict(order),
             fence=lease.fence,
             ticket=self._ticket(lease),
             deadline_seconds=state.remaining(now, deadline) or 0.0,
             lease_seconds=state.remaining(now, lease.expires) or 0.0,
             chunk_bytes=run.policy.chunk_bytes,
             payload_limit=payload_limit(run, lease.block),
+            deltas=tuple(step for pin in order.versions for step in run.delta_chain(pin)),
         )
 
     def _leave(self, worker: str) -> m.Wait:

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from blocktrain.clock import Clock
@@ -28,11 +28,18 @@ from blocktrain.coordinator.merge import (
 from blocktrain.coordinator.rounds import advance_block, decide, decide_round, round_length
 from blocktrain.coordinator.run import Note, TrainingRun, note, short
 from blocktrain.errors import BlockTrainError, StorageFailed
-from blocktrain.protocol.compression import open_update
+from blocktrain.protocol.compression import METHODS, Method, add_delta, compress, open_update
 from blocktrain.protocol.ledger import ExpireFacts, FinishFacts, Part, RoundFacts
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
 from blocktrain.protocol.refusals import Refused
-from blocktrain.protocol.tensors import Schema, Tensors, pack, schema_of, unpack
+from blocktrain.protocol.tensors import (
+    Schema,
+    Tensors,
+    check_finite,
+    pack,
+    schema_of,
+    unpack,
+)
 from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
 WaitingUpdates = Mapping[str, tuple[Submission, Order]]  # by update
@@ -178,7 +185,9 @@ class RoundCloser:
         with run.lock:
             parent = run.version(action.block)
             waiting = {name: run.history.waiting[name] for name in action.updates}
-        merging = self._merger.submit(merge_round, run.store, parent, waiting, run.merge_options)
+        method = run.policy.version_compression
+        options = (run.merge_options, method)
+        merging = self._merger.submit(merge_round, run.store, parent, waiting, *options)
         outcome = store_outcome(run.store, merging.result(), waiting)
         with run.lock:
             if outcome.weights is None:
@@ -208,12 +217,16 @@ class RoundCloser:
             loss=outcome.loss,
             norms=merged.norms,
             reason=short(f"{action.reason}; {merged.reason}"),
+            delta=None if outcome.delta is None else outcome.delta.sha256,
+            residual=None if outcome.residual is None else outcome.residual.sha256,
         )
         parts = (Part(update=c.update.id, share=c.share, scale=c.scale) for c in merged.used)
         body = run.version_body(
             record,
             weights=weights,
             momentum=outcome.momentum,
+            delta=outcome.delta,
+            residual=outcome.residual,
             parts=tuple(parts),
             features=outcome.features,
         )
@@ -261,6 +274,8 @@ class RoundOutcome:
     merged: MergeResult
     weights: Blob | None = None
     momentum: Blob | None = None
+    delta: Blob | None = None
+    residual: Blob | None = None
     loss: float | None = None
     features: tuple[BlockVersion, ...] = ()
 
@@ -273,12 +288,25 @@ class RoundOutcome:
         return reasons
 
 
+@dataclass(frozen=True)
+class MergedRound:
+    """What a merge gave. Nothing of it is stored yet."""
+
+    merged: MergeResult
+    delta: bytes | None = None  # None: the version is published whole
+    residual: Tensors = field(default_factory=dict)  # empty: the delta lacks nothing
+
+
 def merge_round(
-    store: Store, parent: VersionRecord, waiting: WaitingUpdates, options: MergeOptions
-) -> MergeResult:
+    store: Store,
+    parent: VersionRecord,
+    waiting: WaitingUpdates,
+    options: MergeOptions,
+    method: Method = "none",
+) -> MergedRound:
     """The waiting updates of a block, merged. Nothing is written yet.
 
-    Of the updates only names and figures are kept.
+    Of the updates only names and figures are kept. `method` is the compression of versions.
     """
     current = _read_tensors(store.blobs, parent.weights)
     momentum = None if parent.momentum is None else _read_tensors(store.blobs, parent.momentum)
@@ -289,11 +317,56 @@ def merge_round(
     ]
     merged = merge(MergeContext(current, options, momentum, parent.norms), updates)
     used = (replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used)
-    return replace(merged, used=tuple(used))
+    merged = replace(merged, used=tuple(used))
+    if merged.state is None or METHODS[method].exact:
+        return MergedRound(merged)
+    residual = None if parent.residual is None else _read_tensors(store.blobs, parent.residual)
+    own = None
+    if residual is None and (name := _own_payload(merged, waiting, options, method)) is not None:
+        own = store.blobs.read(name)
+    return compress_version(merged, current, residual, method, own)
 
 
-def store_outcome(store: Store, merged: MergeResult, waiting: WaitingUpdates) -> RoundOutcome:
+def _own_payload(
+    merged: MergeResult, waiting: WaitingUpdates, options: MergeOptions, method: Method
+) -> str | None:
+    """The payload of the only update, if that is just what the version adds to its parent.
+
+    Whoever has sent it need not fetch it.
+    """
+    if options.outer != "average" or len(merged.used) != 1 or merged.used[0].scale != 1:
+        return None
+    submission, order = waiting[merged.used[0].update.id]
+    return submission.payload_sha256 if order.compression == method else None
+
+
+def compress_version(
+    merged: MergeResult,
+    current: Tensors,
+    residual: Tensors | None,
+    method: Method,
+    own: bytes | None = None,
+) -> MergedRound:
+    """The version as its parent plus a delta, and what the delta lacks.
+
+    The next version gets that, so nothing is lost. `own` is a payload that is the delta already.
+    """
+    try:
+        delta, rest = (own, {}) if own else compress(merged.change, residual, method)
+        weights = add_delta(current, delta)
+        check_finite(weights)
+    except Refused as error:
+        named = ", ".join(c.update.id for c in merged.used)
+        reason = f"not published: {error}; merged were {named}"
+        return MergedRound(replace(merged, state=None, momentum=None, reason=reason))
+    if not any(tensor.any() for tensor in rest.values()):
+        rest = {}
+    return MergedRound(replace(merged, state=weights, change={}), delta, rest)
+
+
+def store_outcome(store: Store, made: MergedRound, waiting: WaitingUpdates) -> RoundOutcome:
     """What a merge gave, made durable."""
+    merged = made.merged
     if merged.state is None:
         return RoundOutcome(merged)
     used = [waiting[c.update.id] for c in merged.used]
@@ -306,6 +379,8 @@ def store_outcome(store: Store, merged: MergeResult, waiting: WaitingUpdates) ->
         merged,
         weights=_store_tensors(store.blobs, merged.state),
         momentum=None if merged.momentum is None else _store_tensors(store.blobs, merged.momentum),
+        delta=None if made.delta is None else _store_bytes(store.blobs, made.delta),
+        residual=_store_tensors(store.blobs, made.residual) if made.residual else None,
         loss=_mean_loss(merged.used, used),
         features=features,
     )
@@ -336,7 +411,10 @@ def _read_update(store: Store, record: UpdateRecord, order: Order, current: _Bas
 
 
 def _store_tensors(blobs: Blobs, tensors: Tensors) -> Blob:
-    content = pack(tensors)
+    return _store_bytes(blobs, pack(tensors))
+
+
+def _store_bytes(blobs: Blobs, content: bytes) -> Blob:
     return Blob(sha256=blobs.put(content), length=len(content))
 
 

@@ -39,6 +39,7 @@ class MergeOptions:
     clip: float | None = 3.0  # longest norm of a delta, in running medians; None: as it comes
     clip_after: int = 5  # norms that must be known before any is clipped
     kept_norms: int = 32  # norms that the running median is taken from
+    changes: bool = False  # whether the change from the current version is wanted, too
 
     def __post_init__(self) -> None:
         if self.outer not in ("average", "nesterov"):
@@ -96,6 +97,8 @@ class MergeResult:
     rejected: tuple[RejectedUpdate, ...]
     norms: tuple[float, ...]  # to be handed to the next merge
     reason: str
+    change: dict[str, NumpyArray] = field(default_factory=dict)
+    """What is added to the current version, before it is rounded to the next one's weights."""
 
 
 Check = Callable[[MergeContext, Candidate], Candidate | RejectedUpdate]
@@ -212,7 +215,7 @@ def merge(
             tuple(before.norms),
             f"no update is left: {len(rejected)} refused",
         )
-    state, momentum = _outer_step(before, used, steps.combine)
+    state, momentum, change = _outer_step(before, used, steps.combine)
     for guard in steps.guards:
         if (problem := guard(before, state, used)) is not None:
             named = ", ".join(c.update.id for c in used)
@@ -234,6 +237,7 @@ def merge(
         rejected,
         norms,
         f"{len(used)} updates merged, {clipped} of them clipped, {len(rejected)} refused",
+        change,
     )
 
 
@@ -278,31 +282,33 @@ def _delta(before: MergeContext, update: Update, name: str) -> Wide:
 
 def _outer_step(
     before: MergeContext, used: Sequence[Candidate], combine: Combine
-) -> tuple[dict[str, NumpyArray], dict[str, NumpyArray] | None]:
+) -> tuple[dict[str, NumpyArray], dict[str, NumpyArray] | None, dict[str, NumpyArray]]:
+    """(weights, momentum, change): the change only if it is wanted."""
     o = before.options
     state: dict[str, NumpyArray] = {}
     momentum: dict[str, NumpyArray] = {}
+    change: dict[str, NumpyArray] = {}
     for name in sorted(before.current):
         current = before.current[name]
         if not _is_float(current):
             state[name] = current.copy()  # counters and tables are not learned
             continue
-        mean = combine(before, used, name)
-        if o.outer == "average":
-            state[name] = _narrow(mean, current)
-            continue
-        gradient = _wide(current) - mean
-        velocity = (
-            _wide(before.momentum[name])
-            if before.momentum is not None
-            else np.zeros(current.shape, np.float64)
-        )
-        buffer = o.outer_momentum * velocity + gradient
-        state[name] = _narrow(
-            _wide(current) - o.outer_learning_rate * (gradient + o.outer_momentum * buffer), current
-        )
-        momentum[name] = _narrow(buffer, current)
-    return state, (momentum if o.outer == "nesterov" else None)
+        target = combine(before, used, name)
+        if o.outer == "nesterov":
+            gradient = _wide(current) - target
+            velocity = (
+                _wide(before.momentum[name])
+                if before.momentum is not None
+                else np.zeros(current.shape, np.float64)
+            )
+            buffer = o.outer_momentum * velocity + gradient
+            step = o.outer_learning_rate * (gradient + o.outer_momentum * buffer)
+            target = _wide(current) - step
+            momentum[name] = _narrow(buffer, current)
+        state[name] = _narrow(target, current)
+        if o.changes:
+            change[name] = _narrow(target - _wide(current), current)
+    return state, (momentum if o.outer == "nesterov" else None), change
 
 
 def _is_float(array: NumpyArray) -> bool:

@@ -28,6 +28,12 @@ class Policy(BaseModel):
         default="int4",
         description=f"How updates are sent: one of {', '.join(METHODS)} (with error feedback).",
     )
+    version_compression: Method = Field(
+        default="none",
+        description="How versions are published: as whole weights (none), or as what changed since "
+        f"the version before, by one of {', '.join(name for name in METHODS if name != 'none')} "
+        "(with error feedback).",
+    )
     replicas: int | None = Field(default=None, ge=1, le=4096)
     """Updates that close a round at once; by default as many as there are workers on the block."""
     min_replicas: int = Field(default=1, ge=1, le=4096)
@@ -68,7 +74,12 @@ class Policy(BaseModel):
     def exact(cls, task_steps: int) -> Self:
         """For `blocktrain train`: the same seed gives the same bytes."""
         return cls(
-            compression="none", replicas=1, task_steps=task_steps, clip=None, exclusive=True
+            compression="none",
+            version_compression="none",
+            replicas=1,
+            task_steps=task_steps,
+            clip=None,
+            exclusive=True,
         )  # all workers are trusted
 
     def options(self, config: Config) -> Options:
@@ -91,7 +102,12 @@ class Policy(BaseModel):
     def merge_options(self) -> MergeOptions:
         """How updates are merged."""
         return MergeOptions(
-            self.outer, self.outer_learning_rate, self.outer_momentum, self.clip, self.clip_after
+            self.outer,
+            self.outer_learning_rate,
+            self.outer_momentum,
+            self.clip,
+            self.clip_after,
+            changes=self.version_compression != "none",
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,10 +92,15 @@ class RunHistory:
     public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
     features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
     """By block: the versions that its newest version was trained on."""
+    deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
+    """By block: how its last versions follow from each other."""
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
     workers: dict[str, UpdateCounts] = field(default_factory=dict)
     versions: int = 0  # made by merging
+    float32_bytes: int = 0
+    """What tasks and updates would have moved if all weights and updates were sent whole."""
+    _held: dict[str, set[str]] = field(default_factory=dict)  # by worker: weights of its last task
     finished: bool = False
     head: ledger.LedgerEntry | None = None
 
@@ -118,6 +123,10 @@ class RunHistory:
     def _lease(self, body: Body) -> None:
         order = m.Order.model_validate_json(json.dumps(body["order"]))
         self.orders[order.task] = order
+        needed = {pin.weights.sha256: pin.weights.length for pin in order.versions}
+        held = self._held.get(body["worker"], set())
+        self.float32_bytes += sum(size for name, size in needed.items() if name not in held)
+        self._held[body["worker"]] = set(needed)
 
     def _update(self, body: Body) -> None:
         submission = m.Submission.model_validate_json(json.dumps(body["submission"]))
@@ -125,6 +134,7 @@ class RunHistory:
         if order is None:
             order = m.Order.model_validate_json(json.dumps(body["order"]))
         self.waiting[submission.update] = (submission, order)
+        self.float32_bytes += order.weights.length
         for counts in (
             self.blocks.setdefault(submission.block, UpdateCounts()),
             self.workers.setdefault(submission.worker, UpdateCounts()),
@@ -137,9 +147,19 @@ class RunHistory:
     def _version(self, body: Body) -> None:
         block = body["block"]
         self.versions += body["version"] > 0
-        self.public[body["weights"]["sha256"]] = block
-        if body["momentum"] is not None:
-            self.public[body["momentum"]["sha256"]] = block
+        for part in ("weights", "momentum", "delta", "residual"):
+            if body[part] is not None:
+                self.public[body[part]["sha256"]] = block
+        if body["delta"] is not None:
+            self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
+                m.VersionDelta(
+                    block=block,
+                    version=body["version"],
+                    parent=body["parent"],
+                    weights=body["weights"]["sha256"],
+                    delta=m.Blob(**body["delta"]),
+                )
+            )
         self.features[block] = tuple(
             m.BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"]
         )
@@ -355,6 +375,18 @@ class TrainingRun:
     def features_of(self, index: int) -> tuple[m.BlockVersion, ...]:
         """The versions of other blocks that the newest version of a block was trained on."""
         return self.history.features.get(index, ())
+
+    def delta_chain(self, pin: m.BlockVersion) -> list[m.VersionDelta]:
+        """The deltas that lead to a version, as far back as all of them are less than it is."""
+        chain: list[m.VersionDelta] = []
+        size = 0
+        for step in reversed(self.history.deltas.get(pin.block, ())):
+            if step.version == pin.version - len(chain):
+                size += step.delta.length
+                if size >= pin.weights.length:
+                    break
+                chain.append(step)
+        return chain
 
     def version(self, index: int, number: int | None = None) -> VersionRecord:
         """A version that must be there."""

@@ -29,6 +29,9 @@ class RunStarted(RunEvent):
     """Of each block."""
     compose: str = ""
     compression: str = ""
+    """How updates are sent."""
+    version_compression: str = ""
+    """How versions are published; none: as whole weights."""
     task_seconds: float = 0.0
     protocol: int = 0
     parent: str = ""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from blocktrain.errors import Damaged
+from blocktrain.protocol.compression import require_method
 from blocktrain.protocol.identity import canonical, canonical_json
 from blocktrain.protocol.messages import (
     MAX_BLOCKS,
@@ -184,6 +185,10 @@ class VersionFacts(Message):
     weights: Blob
     momentum: Blob | None
     """The outer step's memory after this version."""
+    delta: Blob | None = None
+    """What was added to the parent; None: the weights were published whole."""
+    residual: Blob | None = None
+    """What the delta lacks, float32; None: nothing. It is part of the next delta."""
     parts: Annotated[tuple[Part, ...], Field(max_length=4096)]
     outer: Literal["average", "nesterov"]
     outer_learning_rate: Annotated[float, Field(ge=0, le=100)]
@@ -221,6 +226,11 @@ class RunBody(RunFacts):
     """run, with the rules that it is coordinated by."""
 
     policy: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def version_compression(self) -> str:
+        """How versions are published."""
+        return require_method(str(self.policy.get("version_compression", "none")))
 
 
 class UpdateBody(UpdateFacts):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,11 +18,12 @@ from blocktrain.protocol.compression import Method
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused, Then
 from blocktrain.protocol.transfer import MAX_CHUNK_BYTES, MAX_CHUNKS, MIN_CHUNK_BYTES, Plan
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_JSON = 1 << 16  # of a request
 MAX_REPLY = 1 << 22  # of an answer
 MAX_BLOCKS = 256
 MAX_SHARDS = 4096  # of a task
+MAX_CHAIN = 32  # deltas to one version that a task names
 MAX_STAGES = 256
 STAGE_NOTICE_SECONDS = 5.0  # between two notices of a stage
 STAGE_EXPIRY_SECONDS = 20.0  # that a stage is listed after its last one
@@ -128,6 +130,33 @@ class BlockVersion(Message):
     weights: Blob
 
 
+class VersionDelta(Message):
+    """How a version follows from the one before it."""
+
+    block: BlockIndex
+    version: Number
+    parent: Sha256
+    """The weights of the version before."""
+    weights: Sha256
+    """The weights of this version."""
+    delta: Blob
+    """A payload like that of an update. Added to the parent it gives the weights, to the bit."""
+
+
+def delta_path(
+    target: str, deltas: Iterable[VersionDelta], held: Callable[[str], bool]
+) -> tuple[VersionDelta, ...] | None:
+    """The deltas from weights that are held to the weights `target`, in order; None: no way."""
+    leading = {delta.weights: delta for delta in deltas}
+    path: list[VersionDelta] = []
+    while not held(target):
+        if (step := leading.pop(target, None)) is None:
+            return None
+        path.append(step)
+        target = step.parent
+    return tuple(reversed(path))
+
+
 class Lineage(Message):
     """After which task's end a worker's state begins; None is a fresh one."""
 
@@ -186,6 +215,12 @@ class Order(Message):
     features: Annotated[tuple[BlockVersion, ...], Field(max_length=MAX_BLOCKS)] = ()
     """For the fusion block: the versions of the others that it reads."""
 
+    @property
+    def versions(self) -> tuple[BlockVersion, ...]:
+        """All that must be there before the first step: its own base, and those that it reads."""
+        own = BlockVersion(block=self.block, version=self.base, weights=self.weights)
+        return (own, *self.features)
+
 
 class Task(Order):
     """A lease on an order."""
@@ -202,6 +237,9 @@ class Task(Order):
     chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
     payload_limit: Count
     """Bytes that the payload may have."""
+    deltas: Annotated[tuple[VersionDelta, ...], Field(max_length=MAX_BLOCKS * MAX_CHAIN)] = ()
+    """The last deltas that lead to `weights` and to the versions in `features`. A worker that has
+    one of the versions on the way fetches deltas, any other one whole weights."""
 
     @property
     def order(self) -> Order:

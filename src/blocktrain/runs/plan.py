@@ -13,7 +13,7 @@ from typing import Any
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.footprint import Footprint, training_footprint, worker_memory
-from blocktrain.protocol.compression import expected_payload, payload_cap
+from blocktrain.protocol.compression import METHODS, expected_payload, payload_cap
 from blocktrain.protocol.tensors import DEFAULT_LIMITS, Spec, layout_bytes
 from blocktrain.runs.fleet import FleetMachine
 from blocktrain.shapes import block_parameters, block_shapes, flops_per_token, model_parameters
@@ -38,7 +38,7 @@ class BlockPlan:
     """What it is made of."""
     flops_per_token: float
     weights: int
-    """Bytes of a version, which a worker fetches for a task."""
+    """Bytes that a worker fetches for a task: a version, or what changed since the last one."""
     update: int
     """Bytes that it sends after a task."""
     reads: int
@@ -146,14 +146,22 @@ def plan_block(config: Config, policy: Policy, index: int) -> BlockPlan:
         device_memory=worker_memory(config.replace(device="cuda"), index),
         parts=training_footprint(config, index),
         flops_per_token=flops_per_token(config, index),
-        weights=version_bytes(config, index),
+        weights=fetched_bytes(config, policy, index),
         update=expected_payload(schema, policy.compression),
-        reads=config.reads(index) * version_bytes(config, 1),
+        reads=config.reads(index) * fetched_bytes(config, policy, 1),
     )
 
 
+def fetched_bytes(config: Config, policy: Policy, index: int) -> int:
+    """Bytes that bring a worker from one version of a block to the next."""
+    if METHODS[policy.version_compression].exact:
+        return version_bytes(config, index)
+    schema = {name: Spec(shape) for name, shape in block_shapes(config, index).items()}
+    return expected_payload(schema, policy.version_compression)
+
+
 def version_bytes(config: Config, index: int) -> int:
-    """Bytes of the weights of a block as they are stored and fetched."""
+    """Bytes of the weights of a block as they are stored."""
     shapes = block_shapes(config, index)
     return layout_bytes({name: ("F32", shape) for name, shape in shapes.items()})
 

@@ -74,6 +74,13 @@ class VersionRecord:
     loss: float | None
     norms: tuple[float, ...]
     reason: str
+    delta: str | None = None  # sha256 of what was added to the parent's weights
+    residual: str | None = None  # sha256 of what the delta lacks
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """All that must be stored before the version is published."""
+        return tuple(filter(None, (self.weights, self.momentum, self.delta, self.residual)))
 
 
 @dataclass(frozen=True)

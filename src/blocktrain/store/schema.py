@@ -25,7 +25,7 @@ from sqlalchemy.engine import Connection
 
 from blocktrain.store.contract import UpdateRecord, VersionRecord
 
-SCHEMA = 2
+SCHEMA = 3
 metadata = sa.MetaData()
 
 meta = Table(  # one row
@@ -55,6 +55,8 @@ versions = Table(
     Column("version", Integer, primary_key=True),
     Column("weights", String(64), nullable=False),
     Column("momentum", String(64)),
+    Column("delta", String(64)),
+    Column("residual", String(64)),
     Column("steps", Integer, nullable=False),
     Column("tokens", Integer, nullable=False),
     Column("loss", Float),

@@ -314,7 +314,7 @@ class SqlStore:
         applied: Sequence[str],
         changes: Changes = NOTHING,
     ) -> None:
-        for name in filter(None, (version.weights, version.momentum)):
+        for name in version.blobs:
             if not self.blobs.has(name):
                 raise Conflict(f"the blob {name} of version {version.version} is not stored")
         with self._transaction() as db:

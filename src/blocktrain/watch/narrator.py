@@ -64,6 +64,7 @@ class Narrator:
             steps=config.steps,
             compose=config.compose,
             compression=run.policy.compression,
+            version_compression=run.policy.version_compression,
             task_seconds=run.policy.task_seconds,
             protocol=PROTOCOL,
             **origin,

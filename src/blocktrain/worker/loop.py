@@ -14,10 +14,13 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Interrupted, RunError
 from blocktrain.footprint import worker_memory
+from blocktrain.learning.compose import build_block
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.shards import Batches, CorpusIndex, SequenceOrder, batches, order_of
+from blocktrain.learning.train import block_weights
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Calls
+from blocktrain.protocol.compression import METHODS
 from blocktrain.protocol.identity import Identity, new_nonce
 from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.transfer import Plan, sha256
@@ -262,6 +265,8 @@ class Worker:
                 return None
             seconds = self._clock.monotonic() - began
             self._upload = upload
+            if not METHODS[task.compression].exact:
+                self._downloads.keep_sent(upload.payload)
         if self._wait_for_answer(max(ANSWER_SHARE * seconds, ANSWER_SECONDS)):
             return self._take_answer()
         reply = self._session.retries.call(
@@ -276,6 +281,9 @@ class Worker:
         """Train a task and start the upload of its update; None if it was abandoned."""
         order = task.order
         text = self._read_ahead(order)
+        self._downloads.follow(
+            task, lambda block: dict(block_weights(build_block(self.config, block)))
+        )
         training = self._prepare(order, folder)
         self._emit(
             "task",

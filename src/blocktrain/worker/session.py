@@ -195,7 +195,7 @@ class UpdateUpload:
         self.error: BlockTrainError | None = None
         self.sent = 0
         self.finished = threading.Event()  # there is an answer, or an error that ends it
-        self._session, self._payload = session, payload
+        self._session, self.payload = session, payload
         self._uploaded = resend  # perhaps even answered: then submitting again is enough
         self._cancelled = threading.Event()
         threading.Thread(target=self._run, name=f"upload-{pending.task.task}", daemon=True).start()
@@ -220,7 +220,7 @@ class UpdateUpload:
         for _ in range(RESENDS):
             if not self._uploaded:
                 self.sent = 0
-                chunks = split(self._payload, task.chunk_bytes)
+                chunks = split(self.payload, task.chunk_bytes)
                 upload(self._session.client, task.task, task.ticket, chunks, self._count)
                 self._uploaded = True
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from blocktrain.config import Config
 from blocktrain.errors import RunError, WrongBytes
+from blocktrain.files import write_atomic
 from blocktrain.learning.compose import build_block, independent
 from blocktrain.learning.model import Block
 from blocktrain.learning.shards import LARGEST_INDEX, CorpusIndex, read_index
@@ -16,8 +17,9 @@ from blocktrain.learning.tokenizer import LARGEST_JSON, load_tokenizer
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.processes import return_memory
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.compression import METHODS, compress, compress_weights
+from blocktrain.protocol.compression import METHODS, add_delta, compress, compress_weights
 from blocktrain.protocol.ledger import lineage
+from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.web.client import fetch
@@ -26,13 +28,20 @@ from blocktrain.worker.state import CheckpointInfo, Provenance, TaskCheckpoint, 
 
 
 class Downloads:
-    """Blobs by hash, in files. All workers of a machine share a corpus; weights are per worker."""
+    """Blobs by hash, in files. All workers of a machine share a corpus; weights are per worker.
+
+    Weights that follow from others on the disk are made here, and only deltas are fetched.
+    """
 
     def __init__(
         self, session: WorkerSession, cache: Path, weights: Path, stopped: Callable[[], bool]
     ) -> None:
         self._session, self._stopped = session, stopped
         self._cache, self._weights = cache, weights
+        self._deltas: tuple[m.VersionDelta, ...] = ()
+        self._firsts: dict[str, int] = {}  # weights of version 0 -> their block
+        self._draw: Callable[[int], Tensors] = lambda _: {}
+        self._sent: tuple[str, bytes] = ("", b"")
 
     def index(self, corpus: m.CorpusBlobs) -> CorpusIndex:
         """The index of a run's corpus. Its tokenizer, if it has one, is known from then on."""
@@ -54,9 +63,57 @@ class Downloads:
         """A shard of the corpus as a file."""
         return self._fetch(blob, target)
 
+    def follow(self, task: m.Task, draw: Callable[[int], Tensors]) -> None:
+        """Know how the versions that a task needs come about.
+
+        They follow from others by deltas, and version 0 of a block is what `draw` gives, unless it
+        comes from another run.
+        """
+        self._deltas, self._draw = task.deltas, draw
+        self._firsts = {pin.weights.sha256: pin.block for pin in task.versions if pin.version == 0}
+        self._firsts |= {step.parent: step.block for step in task.deltas if step.version == 1}
+
+    def keep_sent(self, payload: bytes) -> None:
+        """An update. A version that is made of it alone has it as its delta."""
+        self._sent = sha256(payload), payload
+
     def tensors(self, blob: m.Blob) -> Tensors:
         """Weights, after their bytes have been checked against their hash."""
+        if not self._has(blob.sha256):
+            self._make(blob)
         return unpack(self._read(blob, self._weights / blob.sha256))
+
+    def _has(self, name: str) -> bool:
+        """Whether these weights are on the disk, or can be drawn from the seed."""
+        path, block = self._weights / name, self._firsts.pop(name, None)
+        if block is not None and not path.exists():
+            self._keep(pack(self._draw(block)), name)
+        return path.exists()
+
+    def _keep(self, content: bytes, name: str) -> None:
+        """Weights that were made here, if they are what they should be."""
+        if sha256(content) == name:
+            self._weights.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._weights / name, content)
+
+    def _make(self, blob: m.Blob) -> None:
+        """Weights out of others on the disk and deltas. Where that fails, they are fetched."""
+        path = m.delta_path(blob.sha256, self._deltas, self._has)
+        if not path:
+            return
+        try:
+            tensors = unpack((self._weights / path[0].parent).read_bytes())
+            for step in path:
+                tensors = add_delta(tensors, self._delta(step.delta))
+        except Refused as error:  # gone at the coordinator, or the bytes on the disk are damaged
+            if error.code not in (Code.NOT_FOUND, Code.MALFORMED, Code.WRONG_SHAPE):
+                raise
+            return
+        self._keep(pack(tensors), blob.sha256)
+
+    def _delta(self, blob: m.Blob) -> bytes:
+        name, payload = self._sent
+        return payload if name == blob.sha256 else self._read(blob, self._weights / blob.sha256)
 
     def _read(self, blob: m.Blob, path: Path) -> bytes:
         content = self._fetch(blob, path).read_bytes()
