@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from blocktrain.bench.network.brake import Brake, processor_seconds
-from blocktrain.bench.transport.transport import RUNGS, SCALES, smallest
+from blocktrain.bench.transport.transport import RUNGS, SCALES, SHARES, smallest
 from blocktrain.bench.transport.trial import Timesheet, goodput, utilisation
 from support.command import blocktrain
 
@@ -85,10 +85,22 @@ def test_the_ladder_gets_smaller_and_names_the_default(
     assert [row["name"] for row in rows] == list(RUNGS)
     ratios = [row["bytes_ratio"] for row in rows]
     assert ratios == sorted(ratios, reverse=True)
-    assert ratios[0] == 1
-    assert ratios[-1] < 0.2
+    assert ratios[-1] < 0.1 < ratios[0] <= 1
     assert rows[0]["ce_cost"] == 0
+    assert all(row["bytes_per_update"] >= row["sent_per_update"] > 0 for row in rows)
     assert bench_result[1]["ladder_default"] == "int4"
+
+
+def test_late_updates_cost_work_and_no_quality(
+    bench_result: tuple[Path, dict[str, Any]],
+) -> None:
+    rows = bench_result[1]["participation"]
+    assert [row["in_time"] for row in rows] == list(SHARES)
+    whole, _, few, none = rows
+    assert whole["dropped"] == 0 < few["dropped"] and few["updates"] == whole["updates"]
+    assert few["trained_steps"] > whole["trained_steps"]
+    assert abs(few["cost"]) < 0.3 < none["cost"]
+    assert none["updates"] == none["versions"] == 0 < none["trained_steps"]
 
 
 def test_outer_steps_are_compared_at_two_task_lengths(

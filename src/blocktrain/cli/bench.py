@@ -167,7 +167,7 @@ def transport(
     *,
     scale: Literal["tiny", "standard"] = "standard",
     part: Annotated[
-        list[Literal["replay", "workers", "hosts", "ladder", "outer"]],
+        list[Literal["replay", "workers", "hosts", "ladder", "outer", "participation"]],
         Parameter(consume_multiple=True),
     ]
     | None = None,
@@ -187,7 +187,7 @@ def transport(
     scale
         tiny (a few minutes, to see it work) or standard (up to an hour a part on 2 cores).
     part
-        One or more parts instead of all: replay, workers, hosts, ladder, outer.
+        One or more parts instead of all: replay, workers, hosts, ladder, outer, participation.
     data
         Corpus; by default wikitext2 at standard scale, stdlib at tiny.
     seed

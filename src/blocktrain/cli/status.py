@@ -108,6 +108,11 @@ class StatusView:
             f"{status.tokens:,} tokens, "
             f"{amount(status.bytes_in)} in, {amount(status.bytes_out)} out"
         )
+        if (each := status.bytes_per_update) and (share := status.float32_share):
+            yield (
+                f"{amount(each)} in and out for each update (corpus aside), {share:.3f} of float32 "
+                "both ways"
+            )
         if status.parent:
             yield status.parent.sentence
         if status.refusals:

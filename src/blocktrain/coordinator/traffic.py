@@ -22,6 +22,7 @@ class TrafficCounter:
         self.by_block: dict[int, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
         self.by_worker: dict[str, ByteCounts] = defaultdict(lambda: NO_TRAFFIC)
         self.total = NO_TRAFFIC
+        self.training = 0  # in and out, of known workers, corpus aside
 
     def begin(self, committed: Iterable[ByteCount]) -> None:
         """Continue from what was counted before."""
@@ -39,6 +40,8 @@ class TrafficCounter:
         self.by_block[count.block] = _plus(self.by_block[count.block], count)
         self.by_worker[count.worker] = _plus(self.by_worker[count.worker], count)
         self.total = _plus(self.total, count)
+        if count.block and count.worker:
+            self.training += count.bytes_in + count.bytes_out
 
     def take(self) -> list[ByteCount]:
         """What the next transaction commits. It is kept until `settle`."""

@@ -118,6 +118,10 @@ class Status(Traffic):
     blocks: Annotated[tuple[BlockStatus, ...], Field(max_length=MAX_BLOCKS)]
     workers: Annotated[tuple[WorkerStatus, ...], Field(max_length=MAX_WORKERS)]
     """All that are here, then as many of the others as there is room for."""
+    training_bytes: Count = 0
+    """Weights, deltas and updates of workers, in and out, without the corpus."""
+    float32_bytes: Count = 0
+    """What the same tasks and updates would have moved as whole float32 weights, both ways."""
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, LossValue] = Field(default_factory=dict)
     """Nats per token on the valid part by what was scored: block-1, pool, fused."""
@@ -125,3 +129,14 @@ class Status(Traffic):
     """The same, so that runs of different tokenizers compare."""
     scores_seconds: Seconds | None = None
     """Since they were computed."""
+
+    @property
+    def bytes_per_update(self) -> float | None:
+        """Training bytes for each accepted update."""
+        accepted = sum(block.accepted for block in self.blocks)
+        return self.training_bytes / accepted if accepted else None
+
+    @property
+    def float32_share(self) -> float | None:
+        """The part of the bytes of whole float32 weights, both ways, that was moved."""
+        return self.training_bytes / self.float32_bytes if self.float32_bytes else None

@@ -53,6 +53,8 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
             _worker(run, snapshot, now, record, training.get(name))
             for name, record in sorted(_list_workers(run, snapshot))
         ),
+        training_bytes=run.traffic.training,
+        float32_bytes=run.history.float32_bytes,
         refusals={Code(code): count for code, count in sorted(run.refusals.items())},
         scores=feed.scores,
         bits_per_byte={

@@ -1,4 +1,4 @@
-"""Figures of transport: replay, more workers, distant hosts, smaller updates, outer steps.
+"""Figures of transport: replay, workers, hosts, compression, outer steps, late updates.
 
 Every part is made of trials: real runs over HTTP. A trial that is done is not run again.
 """
@@ -29,9 +29,10 @@ from blocktrain.coordinator.policy import Policy
 from blocktrain.learning.corpus.source import Source
 from blocktrain.protocol.compression import METHODS
 
-BenchPart = Literal["replay", "workers", "hosts", "ladder", "outer"]
+BenchPart = Literal["replay", "workers", "hosts", "ladder", "outer", "participation"]
 PARTS: tuple[BenchPart, ...] = get_args(BenchPart)
 RUNGS: tuple[str, ...] = tuple(METHODS)
+SHARES = (1.0, 0.9, 0.42, 0.0)  # of the updates that come in time
 BOUND = 0.005  # nats per byte that a rung of the ladder may cost, on average over the seeds
 SLOW = 5.0  # times slower than the others: every fifth worker of the hosts part
 
@@ -48,6 +49,8 @@ class Scale:
     host_steps: int
     host_task_seconds: float
     ladder_steps: int
+    ladder_task: int
+    ladder_shape: tuple[int, int]  # blocks, and workers of each
     ladder_seeds: int
     outer_steps: int
     outer_tasks: tuple[int, int]
@@ -56,8 +59,10 @@ class Scale:
 _STANDARD = {"width": 128, "layers_per_block": 2, "context": 128, "batch": 16}
 _TINY = {"width": 32, "heads": 2, "layers_per_block": 1, "context": 32, "batch": 8, "z_width": 32}
 SCALES = {
-    "standard": Scale(_STANDARD, 1 << 17, 200, 400, 50, 800, 60.0, 400, 3, 200, (10, 50)),
-    "tiny": Scale(_TINY, 4096, 12, 20, 5, 60, 1.0, 20, 1, 20, (5, 10)),
+    "standard": Scale(
+        _STANDARD, 1 << 17, 200, 400, 50, 800, 60.0, 400, 20, (2, 2), 3, 200, (10, 50)
+    ),
+    "tiny": Scale(_TINY, 4096, 12, 20, 5, 60, 1.0, 20, 5, (1, 1), 1, 20, (5, 10)),
 }
 
 PAPER: dict[str, BenchResult] = {
@@ -74,6 +79,7 @@ PAPER: dict[str, BenchResult] = {
     },
     "ladder": {"says": "full-precision checkpoints and updates"},
     "outer": {"says": "plain averaging of same-block replicas"},
+    "participation": {"valid_ce": {"90": 2.151, "42": 2.595, "0": 5.638}},
     "differs": {
         "says": "byte-level WikiText too, but a larger model, longer training and three public "
         "hosts; here a small model on one machine, WikiText-2, hosts behind shaped links, int4 "
@@ -126,7 +132,7 @@ def measure_replay(options: TransportOptions, report: ReportTrial) -> BenchResul
     trial = options.trial(
         "replay",
         config,
-        Policy(task_seconds=options.sizes.host_task_seconds / 3),
+        Policy(task_seconds=options.sizes.host_task_seconds / 3, version_compression="int4"),
         [Placement()] * 3,
     )
 
@@ -236,21 +242,23 @@ def measure_hosts(options: TransportOptions, report: ReportTrial) -> BenchResult
 
 
 def measure_ladder(options: TransportOptions, report: ReportTrial) -> BenchResult:
-    """What every compression saves and costs, with one worker per block."""
+    """What every compression of updates and versions saves and costs: two workers per block."""
     sizes = options.sizes
+    blocks, workers = sizes.ladder_shape
     seeds = options.seeds[: sizes.ladder_seeds]
     results_of: dict[str, list[BenchResult]] = {rung: [] for rung in RUNGS}
     for seed in seeds:
         for rung in RUNGS:
-            config = options.config(seed, blocks=2, compose="pool", steps=sizes.ladder_steps)
+            config = options.config(seed, blocks=blocks, compose="pool", steps=sizes.ladder_steps)
             policy = Policy(
-                compression=rung, replicas=1, task_steps=sizes.task_steps, clip=None, exclusive=True
+                compression=rung,
+                version_compression=rung,
+                replicas=workers,
+                task_steps=sizes.ladder_task,
             )
+            places = [Placement()] * (blocks * workers)
             results_of[rung].append(
-                run_trial(
-                    options.trial(f"ladder-{rung}-{seed}", config, policy, [Placement()] * 2),
-                    report,
-                )
+                run_trial(options.trial(f"ladder-{rung}-{seed}", config, policy, places), report)
             )
     rows = []
     for name, results in results_of.items():
@@ -258,16 +266,16 @@ def measure_ladder(options: TransportOptions, report: ReportTrial) -> BenchResul
             mine["ce"]["pool"] - plain["ce"]["pool"]
             for mine, plain in zip(results, results_of["none"], strict=True)
         ]
-        sent = [sum(w["sent"] for w in result["workers"]) for result in results]
-        plain = [sum(w["sent"] for w in result["workers"]) for result in results_of["none"]]
-        mean = sum(costs) / len(costs)
-        ratio = sum(sent) / sum(plain)
+        sent = sum(w["sent"] for result in results for w in result["workers"])
+        moved, updates = (sum(r[key] for r in results) for key in ("training_bytes", "updates"))
         rows.append(
             {
                 "name": name,
-                "bytes_ratio": ratio,
-                "ce_cost": mean,
-                "bytes": sum(sent) // len(sent),
+                "bytes_ratio": moved / sum(result["float32_bytes"] for result in results),
+                "ce_cost": sum(costs) / len(costs),
+                "bytes_per_update": moved // updates,
+                "sent_per_update": sent // updates,
+                "valid_ce": [result["ce"]["pool"] for result in results],
                 "ce_costs": costs,
             }
         )
@@ -310,6 +318,39 @@ def measure_outer(options: TransportOptions, report: ReportTrial) -> BenchResult
     return {"outer": rows}
 
 
+def measure_participation(options: TransportOptions, report: ReportTrial) -> BenchResult:
+    """What it costs when updates come late and are dropped: two workers per block, equal steps.
+
+    A dropped update's task is given out again, so the run takes longer. Where all are dropped,
+    workers leave after as many tasks as a run without losses has.
+    """
+    sizes, seed, rows = options.sizes, options.seeds[0], list[BenchResult]()
+    blocks, workers = sizes.ladder_shape
+    config = options.config(seed, blocks=blocks, compose="pool", steps=sizes.ladder_steps)
+    policy = Policy(replicas=workers, task_steps=sizes.ladder_task)
+    places = [Placement()] * (blocks * workers)
+    for share in SHARES:
+        trial = options.trial(f"in-time-{share:g}-{seed}", config, policy, places)
+        most = None if share else -(-sizes.ladder_steps // sizes.ladder_task)
+        result = run_trial(replace(trial, in_time=share, most_tasks=most), report)
+        trained = sum(w["trained"] for w in result["workers"])
+        rows.append(
+            {
+                "in_time": share,
+                "valid_ce": result["ce"]["pool"],
+                "cost": result["ce"]["pool"] - (rows[0] if rows else {"valid_ce": 0.0})["valid_ce"],
+                "updates": result["updates"],
+                "dropped": sum(w["refused"] for w in result["workers"]),
+                "versions": result["versions"],
+                "trained_steps": trained,
+                "goodput": goodput(result["workers"]),
+                "seconds": result["seconds"],
+            }
+        )
+    rows[0]["cost"] = 0.0
+    return {"participation": rows}
+
+
 def _gb(result: BenchResult) -> float:
     return (result["bytes_in"] + result["bytes_out"]) / 1e9
 
@@ -320,6 +361,7 @@ _MEASURES: dict[BenchPart, Callable[[TransportOptions, ReportTrial], BenchResult
     "hosts": measure_hosts,
     "ladder": measure_ladder,
     "outer": measure_outer,
+    "participation": measure_participation,
 }
 
 
@@ -331,6 +373,7 @@ def trials(options: TransportOptions) -> int:
         "hosts": 1,
         "ladder": len(RUNGS) * options.sizes.ladder_seeds,
         "outer": 4,
+        "participation": len(SHARES),
     }
     return sum(counts[part] for part in options.parts)
 
@@ -366,12 +409,12 @@ def plot_transport(path: Path, result: BenchResult) -> bool:
                 )
             axes.axhline(BOUND, color="#999999", linestyle="--", linewidth=1)
             axes.set(
-                xlabel="bytes of updates, uncompressed = 1",
+                xlabel="bytes in and out, float32 both ways = 1",
                 ylabel="cost (nats per byte)",
                 xlim=(0, 1.15),
             )
             axes.set_title(
-                f"how updates are sent (seeds {', '.join(map(str, result['ladder_seeds']))})",
+                f"updates and versions (seeds {', '.join(map(str, result['ladder_seeds']))})",
                 fontsize=10,
             )
     figure.savefig(path, dpi=130)

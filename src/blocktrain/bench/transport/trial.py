@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from blocktrain.bench.machine import BenchResult
@@ -30,6 +31,9 @@ from blocktrain.learning.evaluate import evaluate
 from blocktrain.learning.threads import limited_threads, use_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.processes import Channel, Job, run_jobs
+from blocktrain.protocol import messages as m
+from blocktrain.protocol.identity import Identity, new_nonce
+from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.runs.folder import load_model, read_json, write_json
 from blocktrain.runs.prepare import prepare
 from blocktrain.runs.pull import pull
@@ -62,6 +66,8 @@ class Trial:
     valid_bytes: int | None = None
     link: Link | None = None  # of every distant host
     from_start: bool = False  # also evaluate version 0
+    in_time: float = 1.0  # share of the updates that are not dropped as late
+    most_tasks: int | None = None  # that a worker trains before it leaves; None: until the end
 
     @property
     def settings(self) -> BenchResult:
@@ -73,6 +79,7 @@ class Trial:
             "workers": [asdict(place) for place in self.places],
             "link": asdict(self.link) if self.link else None,
             "valid_bytes": self.valid_bytes,
+            "in_time": self.in_time,
         }
 
 
@@ -146,6 +153,8 @@ def _train(trial: Trial, coordinator: WatchedCoordinator, report: ReportTrial) -
         "seconds": round(seconds, 1),
         "bytes_in": status.bytes_in,
         "bytes_out": status.bytes_out,
+        "training_bytes": status.training_bytes,
+        "float32_bytes": status.float32_bytes,
         "versions": status.rounds,
         "updates": sum(block.accepted for block in status.blocks),
         "late": sum(block.late for block in status.blocks),
@@ -172,7 +181,9 @@ def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> 
     place, name = trial.places[index], f"worker-{index + 1}"
     host = None if place.host is None else network[place.host]
     namespace = host.name if host and host.kind == "namespaces" else ""
-    return WorkerJob(host.url if host else url, trial.folder / "caches" / name, name, namespace)
+    lateness = Lateness(trial.config.seed, trial.in_time, trial.most_tasks)
+    cache = trial.folder / "caches" / name
+    return WorkerJob(host.url if host else url, cache, name, namespace, lateness)
 
 
 class _Curve:
@@ -212,6 +223,46 @@ class _Curve:
 
 
 @dataclass(frozen=True)
+class Lateness:
+    """Which updates of a run are late: drawn from its seed."""
+
+    seed: int
+    in_time: float
+    most_tasks: int | None
+
+    def is_late(self, update: m.Submission) -> bool:
+        """Whether an update comes after its deadline. The task's next lease is drawn anew."""
+        draw = np.random.default_rng([self.seed, update.task, update.fence])
+        return float(draw.random()) >= self.in_time
+
+    def is_enough(self, sheet: Timesheet) -> bool:
+        """Whether a worker has trained all that it should."""
+        return self.most_tasks is not None and sheet.updates + sheet.refused >= self.most_tasks
+
+
+class LateClient(HttpClient):
+    """Drops the updates that are late, as a deadline does: their tasks go to whoever asks next."""
+
+    def __init__(self, url: str, identity: Identity, lateness: Lateness) -> None:
+        super().__init__(url)
+        self._identity, self._lateness = identity, lateness
+
+    def submit(self, message: m.Submission) -> m.SubmitReply:
+        if not self._lateness.is_late(message):
+            return super().submit(message)
+        leave = m.TaskRequest(
+            run=message.run,
+            worker=message.worker,
+            fingerprint=self.manifest().fingerprint,
+            speed=0.0,
+            leaving=True,
+            nonce=new_nonce(),
+        )
+        self.next_task(self._identity.sign(leave))
+        raise Refused(Code.TOO_STALE, "this update was drawn to be late")
+
+
+@dataclass(frozen=True)
 class WorkerJob:
     """The arguments of a worker process."""
 
@@ -219,6 +270,7 @@ class WorkerJob:
     cache: Path
     name: str
     namespace: str
+    lateness: Lateness
 
 
 def work(channel: Channel, job: WorkerJob) -> None:
@@ -228,12 +280,12 @@ def work(channel: Channel, job: WorkerJob) -> None:
         enter(job.namespace)
     channel.send(pid=os.getpid())
     sheet = Timesheet()
-    client = HttpClient(job.url)
     with own_identity(job.cache) as identity:
+        client = LateClient(job.url, identity, job.lateness)
         Worker(client, job.cache, identity, Machine("cpu", 0, job.name), sheet.record).run(
-            lambda: channel.should_stop
+            lambda: channel.should_stop, lambda: job.lateness.is_enough(sheet)
         )
-    client.close()
+        client.close()
     channel.send(**sheet.summary())
 
 

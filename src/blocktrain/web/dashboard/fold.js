@@ -22,6 +22,7 @@ export function begin() {
     refusals: new Map(), // by code
     bytesIn: 0,
     bytesOut: 0,
+    float32Share: null, // of the bytes of whole float32 weights, both ways, that were moved
     rounds: 0, // closed with a version
     loss: new Map(), // curve by block
     scores: new Map(), // curve by what was scored: block-1, pool, fused
@@ -168,6 +169,7 @@ const FOLDS = {
   // Never stored: what only a running coordinator knows, with `time` by its clock.
   status(state, e) {
     Object.assign(state, { phase: e.state, reason: e.reason ?? "", rounds: e.rounds, bytesIn: e.bytes_in, bytesOut: e.bytes_out });
+    state.float32Share = e.float32_bytes ? e.training_bytes / e.float32_bytes : null;
     state.budget = { rounds: e.round_budget ?? null, tokens: e.token_budget ?? null };
     if (e.state === "finished") state.finished ??= { reason: e.reason, time: e.time };
     for (const status of e.blocks ?? []) updateBlock(state, status, e.time);

@@ -147,7 +147,7 @@ function figures(state, now) {
       value: perByte(best?.perByte, moved),
       note: best?.gain == null ? "needs two scores" : `${change(best.gain)} since the first score`,
     },
-    { name: "Moved", value: bytes(moved), note: `${bytes(state.bytesIn)} in · ${bytes(state.bytesOut)} out` },
+    { name: "Moved", value: bytes(moved), note: `${bytes(state.bytesIn)} in · ${bytes(state.bytesOut)} out${state.float32Share === null ? "" : ` · ${state.float32Share.toFixed(2)} of float32`}` },
     { name: "Tokens trained on", value: short(tokens), note: "by all blocks together" },
     {
       name: "Workers",
