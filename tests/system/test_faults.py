@@ -187,6 +187,7 @@ def test_kills_at_random_lose_and_double_nothing(
         task_steps=4,
         first_deadline=4.0,
         max_staleness=8,
+        version_compression="int2",
     ).close()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -209,6 +210,8 @@ def test_kills_at_random_lose_and_double_nothing(
     audit_command(str(folder), json_=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["updates"] == len(recorded) and found["versions"] > 2
+    bodies = [json.loads(entry.body) for entry in read_store(folder).ledger()]
+    assert sum(bool(body.get("delta")) for body in bodies) == found["versions"]
     evaluate(tmp_path / "pulled", json_=True)
     assert json.loads(capsys.readouterr().out)
 
