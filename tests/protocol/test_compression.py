@@ -141,7 +141,7 @@ def test_few_bits_send_outliers_too(method: Method, residual_bound: float) -> No
         _, residual = compression.compress(delta, residual, method)
     assert residual is not None
     assert np.sqrt(np.square(residual["w"]).mean()) < residual_bound
-    assert np.abs(residual["w"]).max() < 8
+    assert np.abs(residual["w"]).max() < 24
 
 
 @pytest.mark.parametrize(("method", "bits", "lost"), [("int2", 2.3, 0.09), ("topk", 1.4, 0.52)])

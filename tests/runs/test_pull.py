@@ -65,6 +65,23 @@ def test_a_pulled_folder_is_updated_and_only_changed_blocks_are_fetched(
     load_model(out, torch.device("cpu"))
 
 
+def test_a_pulled_folder_is_updated_by_deltas(
+    place: Callable[..., WorkerRun], tmp_path: Path
+) -> None:
+    policy = Policy.exact(2).model_copy(
+        update={"compression": "int4", "version_compression": "int4"}
+    )
+    run, out = place(policy, blocks=2), tmp_path / "pulled"
+    pull(LocalClient(run.coordinator), out)
+    run.worker().run(finishing=lambda: len(run.events("accepted")) >= 4)
+    client = CountingClient(run)
+    pull(client, out)
+    sent = {update.payload_sha256 for update in run.updates()}
+    assert client.fetched and set(client.fetched) <= sent, "each version is one update"
+    pull(LocalClient(run.coordinator), tmp_path / "at once")
+    assert files(out) == files(tmp_path / "at once")
+
+
 def test_an_update_that_was_interrupted_is_repeated(
     place: Callable[..., WorkerRun], tmp_path: Path
 ) -> None:

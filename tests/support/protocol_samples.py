@@ -20,12 +20,15 @@ from blocktrain.protocol.messages import (
     Message,
     Receipt,
     Refusal,
+    StageList,
+    StageNotice,
     Submission,
     SubmitReply,
     Task,
     TaskReply,
     TaskRequest,
     UploadState,
+    VersionDelta,
     Wait,
     refusal,
 )
@@ -209,6 +212,10 @@ def chain() -> list[ledger.LedgerEntry]:
     return entries
 
 
+STAGE = StageNotice(address="127.0.0.1:8481", model=SHA)
+DELTA = VersionDelta(
+    block=1, version=3, parent=SHA, weights=SHA, delta=Blob(sha256=SHA, length=100)
+)
 REFUSAL: Refusal = refusal(Refused(Code.BUSY), retry_seconds=1.5)
 MESSAGES: tuple[Message, ...] = (
     JOIN,
@@ -236,6 +243,10 @@ MESSAGES: tuple[Message, ...] = (
     REFUSAL,
     MANIFEST,
     Kick(worker=WORKER),
+    STAGE,
+    StageList(stages=(STAGE,)),
+    DELTA,
+    TASK.model_copy(update={"deltas": (DELTA,)}),
     STATUS,
     *FACTS.values(),
     chain()[0],

@@ -92,6 +92,7 @@ class CoordinateOptions(BeginOptions, total=False):
     open: bool
     tls: tuple[PathName, PathName]
     compression: str
+    version_compression: str
     replicas: int | None
     min_replicas: int
     task_seconds: float

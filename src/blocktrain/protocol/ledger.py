@@ -36,6 +36,7 @@ from blocktrain.protocol.messages import (
     Settings,
     Sha256,
     Submission,
+    VersionDelta,
     Weight,
     WorkerId,
     read,
@@ -196,6 +197,19 @@ class VersionFacts(Message):
     features: Annotated[tuple[BlockVersion, ...], Field(max_length=MAX_BLOCKS)] = ()
     """For the fusion block: the versions of the others that it was trained on."""
     reason: Sentence
+
+    @property
+    def step(self) -> VersionDelta | None:
+        """How it follows from its parent; None: it was published whole."""
+        if self.delta is None or self.parent is None:
+            return None
+        return VersionDelta(
+            block=self.block,
+            version=self.version,
+            parent=self.parent,
+            weights=self.weights.sha256,
+            delta=self.delta,
+        )
 
 
 class RoundFacts(Message):

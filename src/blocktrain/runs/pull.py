@@ -6,7 +6,7 @@ new version are fetched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from blocktrain.learning.model import Block
 from blocktrain.learning.shards import LARGEST_INDEX, read_index
 from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import LARGEST_JSON, load_tokenizer
-from blocktrain.learning.train import put_weights
+from blocktrain.learning.train import block_weights, put_weights
 from blocktrain.protocol.calls import Calls
+from blocktrain.protocol.compression import add_delta
 from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, VersionBody, read_body, require_chain
 from blocktrain.protocol.messages import (
@@ -36,9 +37,11 @@ from blocktrain.protocol.messages import (
     Message,
     RunId,
     Sha256,
+    VersionDelta,
+    delta_path,
     write,
 )
-from blocktrain.protocol.tensors import Tensors, unpack
+from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.folder import (
     TOKENIZER,
@@ -111,7 +114,7 @@ def pull(
             "the run's settings mean something else to this version of blocktrain; "
             "install the coordinator's version"
         )
-    model = choose_versions(client, manifest, config)
+    model, deltas = choose_versions(client, manifest, config)
     data = str((out / "corpus").resolve())
     if (tokenizer := manifest.corpus.tokenizer) is not None:
         load_tokenizer(_fetch_once(client, tokenizer, out / TOKENIZER, LARGEST_JSON))
@@ -120,6 +123,11 @@ def pull(
 
     def fetch_weights(pin: BlockVersion) -> Tensors:
         progress(f"block {pin.block}: version {pin.version}")
+        if (old := record.blocks.get(str(pin.block))) is not None:
+            path = delta_path(pin.weights.sha256, deltas, old.weights.__eq__)
+            held = _present_weights(run, config, pin.block, old) if path else None
+            if held is not None and (made := _add_deltas(client, held, path or (), pin)):
+                return made
         target = fetch(client, pin.weights, out / "state" / pin.weights.sha256)
         content = target.read_bytes()
         target.unlink()
@@ -136,6 +144,32 @@ def pull(
     record = PullRecord(run=manifest.run, head=manifest.head, blocks=blocks)
     write_atomic(out / RECORD, write(record))
     return model
+
+
+def _present_weights(
+    run: RunFolder, config: Config, index: int, known: PulledBlock
+) -> Tensors | None:
+    """The weights that a block in the folder was made of, if it is still that block."""
+    if not run.weights(index).is_file() or file_sha256(run.weights(index)) != known.file:
+        return None
+    tensors = dict(block_weights(load_block(run, config, index, torch.device("cpu"))))
+    return tensors if sha256(pack(tensors)) == known.weights else None
+
+
+def _add_deltas(
+    client: Calls, held: Tensors, path: Sequence[VersionDelta], pin: BlockVersion
+) -> Tensors | None:
+    """The weights of a version from an older one; None where whole weights are shorter."""
+    if sum(step.delta.length for step in path) >= pin.weights.length:
+        return None
+    for step in path:
+        held = add_delta(held, fetch_bytes(client, step.delta, pin.weights.length))
+    if sha256(pack(held)) != pin.weights.sha256:
+        raise Damaged(
+            f"the deltas of block {pin.block} do not lead to version {pin.version}; "
+            "pull into a new folder, named with --out"
+        )
+    return held
 
 
 def _fetch_corpus(
@@ -178,19 +212,27 @@ def _open_folder(out: Path, run_id: str, config: Config, data: str) -> tuple[Run
     return open_run(out).run, record
 
 
-def choose_versions(client: Calls, manifest: Manifest, config: Config) -> ModelVersions:
-    """The newest versions by the checked ledger; with a trained fusion block, those it names."""
+def choose_versions(
+    client: Calls, manifest: Manifest, config: Config
+) -> tuple[ModelVersions, list[VersionDelta]]:
+    """The newest versions by the checked ledger; with a trained fusion block, those it names.
+
+    And how versions follow from each other, where they are deltas.
+    """
     model = ModelVersions({first.block: first for first in manifest.blocks})
+    deltas: list[VersionDelta] = []
     last: LedgerEntry | None = None
     while page := client.ledger(last.seq if last else 0).entries:
         last = require_chain(page, last)
         for entry in page:
             model = model.follow(entry, config.fusion)
+            if entry.kind == "version" and (step := read_body(VersionBody, entry).step):
+                deltas.append(step)
     if last is None or last.seq < manifest.number:
         raise Damaged(
             "the ledger is shorter than the signed manifest says; pull from the coordinator itself"
         )
-    return model
+    return model, deltas
 
 
 def compose_run(
