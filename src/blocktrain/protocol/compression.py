@@ -139,7 +139,7 @@ class Int8(Compression):
     """Levels of a byte, with one fp16 scale per group of 128. Each tensor begins a new group."""
 
     name = "int8"
-    levels = 127
+    levels: ClassVar[float] = 127
     zstd_share = 0.97
 
     group: ClassVar[int] = GROUP

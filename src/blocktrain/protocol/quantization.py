@@ -38,7 +38,7 @@ def in_groups(x: Array, group: int) -> Array:
     return groups
 
 
-def quantize(x: Array, levels: int, exponent: int) -> tuple[Array, Array]:
+def quantize(x: Array, levels: float, exponent: int) -> tuple[Array, Array]:
     """(levels, scales) of one flat tensor. float64 finds the nearest level without rounding."""
     groups = in_groups(x, GROUP)
     exact = np.ldexp(np.abs(groups).max(axis=1, initial=0) / levels, -exponent)
