@@ -66,7 +66,8 @@ def test_a_lone_worker_fetches_no_whole_weights(
 
 def rounds_of_two(folder: Path, killed: bool) -> list[dict[str, Any]]:
     """Versions of two updates each; killed: the coordinator is replaced after every answer."""
-    policy = {"replicas": 2, "min_replicas": 2, "version_compression": "int2", "clip": None}
+    policy: dict[str, Any] = {"replicas": 2, "min_replicas": 2, "clip": None}
+    policy["version_compression"] = "int2"
     clock = SimulatedClock()
     coordinator = begin(folder, clock, **policy)
     workers = [FakeWorker(coordinator, seed) for seed in (1, 2, 3, 4)]  # two for each block
