@@ -533,6 +533,7 @@ class Worker:
     ) -> None:
         task = upload.pending.task
         self._cache.block(self._session.run, task.block).accept()
+        self._refused_tasks.discard(task.task)  # an earlier lease of it may have been refused
         if training is not None and training.block == task.block and upload.residual is not None:
             training.residual = upload.residual
             training.origin = training.origin.model_copy(update={"residual": task.task})
