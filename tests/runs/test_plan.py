@@ -208,7 +208,10 @@ def test_bytes_of_weights_and_updates_are_as_planned(name: str) -> None:
             if method.exact
             else compress(delta, None, method.name)[0]
         )
-        assert planned.update == pytest.approx(len(payload), rel=0.1), method.name
+        if method.name in ("int2", "topk"):  # zstd makes less of updates with many zeros
+            assert 0.9 * len(payload) < planned.update < 2.2 * len(payload), method.name
+        else:
+            assert planned.update == pytest.approx(len(payload), rel=0.1), method.name
         assert planned.weights == pytest.approx(len(pack(weights)), rel=0.01)
 
 
@@ -243,5 +246,7 @@ def test_bytes_of_a_real_run_are_as_planned(tmp_path: Path, corpus_folder: Path)
         assert trained[block.block] >= 3  # more, if a busy machine makes a task late
         expected = trained[block.block] * kinds[block.block].update
         assert block.bytes_in == pytest.approx(expected, rel=0.1), block.block
-    # The fusion block reads the others, which are finished when it begins the last time.
-    assert needed * 0.9 < fetched < 1.1 * (needed + trained[3] * planned.fusion.reads)
+    # Version 0 is drawn, not fetched. The fusion block reads the others, which are finished when it
+    # begins the last time.
+    drawn = sum(kind.weights for kind in kinds.values())
+    assert (needed - drawn) * 0.9 < fetched < 1.1 * (needed + trained[3] * planned.fusion.reads)
