@@ -244,12 +244,12 @@ def calls() -> str:
     """All calls of a coordinator, then the messages that they carry, as fields with their types."""
     from pydantic import BaseModel
 
-    from blocktrain.protocol import events, ledger, messages, stages, status
+    from blocktrain.protocol import events, ledger, messages, status
     from blocktrain.protocol.calls import CALLS, WATCH_CALLS
 
     kinds = [
         kind
-        for module in (messages, status, stages, ledger)
+        for module in (messages, status, ledger)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, BaseModel)
