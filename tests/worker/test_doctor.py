@@ -434,10 +434,10 @@ def test_wrong_token(here: str, tmp_path: Path) -> None:
 
 
 def test_an_old_protocol_number(here: str, tmp_path: Path) -> None:
-    older = rewriting(here, lambda body: body.replace(b'"protocol":2', b'"protocol":0'))
+    older = rewriting(here, lambda body: body.replace(b'"protocol":3', b'"protocol":0'))
     with http_server(older) as url:
         checks = found(tmp_path, url, token=TOKEN)
-    says = "the coordinator speaks protocol 0, this version 2"
+    says = "the coordinator speaks protocol 0, this version 3"
     require_failure(
         checks,
         "protocol",
@@ -452,7 +452,7 @@ def test_an_old_protocol_number(here: str, tmp_path: Path) -> None:
 
 def test_a_manifest_that_only_a_newer_version_can_read(here: str, tmp_path: Path) -> None:
     newer = rewriting(
-        here, lambda body: body.replace(b'"protocol":2', b'"protocol":7,"colour":"green"')
+        here, lambda body: body.replace(b'"protocol":3', b'"protocol":7,"colour":"green"')
     )
     with http_server(newer) as url:
         checks = found(tmp_path, url, token=TOKEN)

@@ -39,6 +39,10 @@ class ModelOptions(TypedDict, total=False):
     p_std: float
     gamma: float
     sigma_data: float
+    noise_edges: str
+    noise_scale: Literal["one", "random"]
+    training_z: Literal["target", "path"]
+    start: Literal["noise", "zero"]
     tail: int
     tail_share: float
     tail_sigma_min: float
