@@ -33,12 +33,11 @@ def check_delta(
 
     The published delta must hold the same values; zstd may have packed them otherwise.
     """
-    published = version.delta
-    if compression.METHODS[change.method].exact or published is None:
-        whole = compression.METHODS[change.method].exact
-        odd = (published or version.residual) if whole else True
+    published, whole = version.delta, compression.METHODS[change.method].exact
+    if whole or published is None:
+        follows_rules = whole and published is None and version.residual is None
         problem: Problem = ("delta", "was published otherwise than the run's rules say")
-        return narrow(change.target), [problem] if odd else []
+        return narrow(change.target), [] if follows_rules else [problem]
     delta, rest = _make_delta(source, version, change)
     made, found = (
         compression.add_delta(change.current, payload)

@@ -26,6 +26,7 @@ from blocktrain.bench.transport.transport import measure as measure_transport
 from blocktrain.config import Config, make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.corpus.source import Source, training_text
+from blocktrain.learning.corpus.token_corpus import unique_names
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.learning.vocabulary import resolve
 from blocktrain.processes import Job, run_jobs
@@ -157,7 +158,8 @@ def gaps(folders: Sequence[Path], path: Path, command: str) -> BenchResult:
     plot_gaps(path, entries)
     console.print(f"wrote {path}")
     names = dict.fromkeys(name for entry in entries for name in entry["gaps"])
-    columns = {f"{entry['scale']} {entry['steps']}": entry["gaps"] for entry in entries}
+    titles = unique_names([f"{entry['scale']} {entry['steps']}" for entry in entries])
+    columns = dict(zip(titles, (entry["gaps"] for entry in entries), strict=True))
     rows = [
         {"name": name, **{column: found.get(name) for column, found in columns.items()}}
         for name in names

@@ -390,14 +390,7 @@ def average_job(channel: Channel, setup: Setup, variant: str) -> None:
                 raise Interrupted(STOPPED)
         replicas.save(state)
     publish(run, index, replicas.block)
-    save_result(
-        setup,
-        variant,
-        {
-            "seconds": round(replicas.seconds, 1),
-            "sent_mb": round(replicas.sent / setup.base.blocks / 1e6, 3),  # by each worker
-        },
-    )
+    save_result(setup, variant, {"seconds": round(replicas.seconds, 1)})
     state.unlink(missing_ok=True)
 
 

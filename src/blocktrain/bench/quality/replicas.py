@@ -30,7 +30,7 @@ class Replicas:
     """Workers of one model: each has its own optimizer, residual and sequences of the corpus."""
 
     def __init__(self, config: Config, index: int, workers: int) -> None:
-        self.config, self.step, self.sent = config, 0, 0
+        self.config, self.step = config, 0
         self._trainers = [Trainer(config, index) for _ in range(workers)]
         self._version: Tensors = self._trainers[0].weights()
         self._residuals: list[Tensors] = [{} for _ in range(workers)]
@@ -71,7 +71,6 @@ class Replicas:
         delta = {name: w - self._version[name] for name, w in trainer.weights().items()}
         method = Policy().compression
         payload, self._residuals[number] = compress(delta, self._residuals[number], method)
-        self.sent += len(payload)
         values = decompress(payload, schema_of(delta), method=method)
         return Update(str(number), values, tokens=1)
 
@@ -89,7 +88,6 @@ class Replicas:
         note = {
             "fingerprint": self.config.fingerprint,
             "step": self.step,
-            "sent": self.sent,
             "norms": self._norms,
             "seconds": [trainer.seconds for trainer in self._trainers],
         }
@@ -105,7 +103,7 @@ class Replicas:
         for key, tensor in tensors.items():
             group, _, name = key.partition("/")
             groups.setdefault(group, {})[name] = tensor
-        self.step, self.sent, self._norms = note["step"], note["sent"], tuple(note["norms"])
+        self.step, self._norms = note["step"], tuple(note["norms"])
         self._version = {name: t.numpy() for name, t in groups["version"].items()}
         for number, trainer in enumerate(self._trainers):
             residual = groups.get(f"residual{number}", {})
