@@ -162,6 +162,7 @@ def trained(corpus: TokenCorpus) -> Model:
         steps=150,
         learning_rate=1e-2,
         fusion_learning_rate=1e-2,
+        fusion_share=1.0,
     )
     model = train_model(config, corpus)
     model.pool_weights = fit_pool_weights(model, corpus.calibration)

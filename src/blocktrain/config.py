@@ -50,6 +50,7 @@ ADDED = (
     "noise_scale",
     "noise_edges",
     "training_z",
+    "fusion_share",
 )
 DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
 BPE_SIZES = (300, 1_000_000)
@@ -256,17 +257,17 @@ class Config(BaseModel):
     tail_sigma_min: float = Field(default=0.1, ge=1e-4)
     """Lowest noise level of the tail."""
 
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] = "muon"
     """Of the independent blocks and the reference. muon: orthogonal steps for the matrices inside,
     AdamW for the rest."""
     fusion_optimizer: Literal["adamw", "muon"] = "muon"
     """Of the fusion block."""
-    learning_rate: float = Field(default=3.5e-3, gt=0, le=1)
-    """Peak learning rate of the independent blocks."""
-    fusion_learning_rate: float = Field(default=1e-3, gt=0, le=1)
-    """Peak learning rate of the fusion block."""
-    reference_learning_rate: float = Field(default=2e-3, gt=0, le=1)
-    """Peak learning rate of the end-to-end reference."""
+    learning_rate: float = Field(default=6e-3, gt=0, le=1)
+    """Peak learning rate of the independent blocks. For adamw about half."""
+    fusion_learning_rate: float = Field(default=2e-3, gt=0, le=1)
+    """Peak learning rate of the fusion block. For adamw about half."""
+    reference_learning_rate: float = Field(default=6e-3, gt=0, le=1)
+    """Peak learning rate of the end-to-end reference. For adamw about a third."""
     schedule: Schedule = "cosine"
     """Shape of the learning rate after the warm-up; cosine and linear end at zero."""
     fusion_schedule: Schedule = "linear"
@@ -284,7 +285,9 @@ class Config(BaseModel):
     """Keep only the input of each layer for the backward pass and compute the rest again: less
     memory, about a third more time, the same bits."""
     steps: int = Field(default=500, ge=1, le=2**31)
-    """Training steps of each block."""
+    """Training steps of each block that reads only tokens."""
+    fusion_share: float = Field(default=0.4, gt=0, le=100)
+    """Steps of the fusion block, as a share of the steps of the others."""
     data_order: Literal["own", "shared"] = "own"
     """own: every block reads the corpus in its own order. shared: all read the same batches."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -426,6 +429,19 @@ class Config(BaseModel):
     def rows(self) -> int:
         """How many sequences are computed at once."""
         return min(self.micro_batch or self.batch, self.batch)
+
+    def steps_of(self, index: int) -> int:
+        """Training steps of a block; 0 is the end-to-end reference."""
+        if index != self.fusion:
+            return self.steps
+        return max(1, round(self.steps * self.fusion_share))
+
+    @property
+    def length(self) -> str:
+        """How long blocks train, for people."""
+        own = self.steps_of(self.fusion or 0)
+        fusion = f", the fusion block {own:,}" if own != self.steps else ""
+        return f"{self.steps:,} steps each{fusion}"
 
     def reads(self, index: int) -> int:
         """How many blocks this one reads the features of: all others if it is the fusion block."""

@@ -30,7 +30,14 @@ SIZES = {
 SMALLEST = SIZES["2M"]  # the shape at which the method was tuned
 TUNED_WIDTH = 128
 # The rates that measured best at that width.
-RATES = {"learning_rate": 3.5e-3, "fusion_learning_rate": 1e-3, "reference_learning_rate": 2e-3}
+RATES = {
+    "muon": {"learning_rate": 6e-3, "fusion_learning_rate": 2e-3, "reference_learning_rate": 6e-3},
+    "adamw": {
+        "learning_rate": 3.5e-3,
+        "fusion_learning_rate": 1e-3,
+        "reference_learning_rate": 2e-3,
+    },
+}
 # Tokens that a block reads for each of its parameters: it is a language model of its own. The
 # smallest sizes are there to try things out, and need not wait for their optimum.
 FEWEST_TOKENS, MOST_TOKENS = 4, 20
@@ -147,11 +154,9 @@ def _rates(config: Config) -> dict[str, float]:
     """
     narrower = min(1.0, TUNED_WIDTH / config.width)
     factors = {"adamw": narrower, "muon": narrower**0.5}
-    optimizers = {"fusion_learning_rate": config.fusion_optimizer}
-    return {
-        name: _round(rate * factors[optimizers.get(name, config.optimizer)])
-        for name, rate in RATES.items()
-    }
+    optimizers = dict.fromkeys(RATES["muon"], config.optimizer)
+    optimizers["fusion_learning_rate"] = config.fusion_optimizer
+    return {name: _round(RATES[kind][name] * factors[kind]) for name, kind in optimizers.items()}
 
 
 def _power_of_two(value: float, least: int, most: int) -> int:

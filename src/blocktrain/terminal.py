@@ -78,8 +78,8 @@ def token_bar(title: str) -> Iterator[Callable[[int, int, int], None]]:
 class StepBars:
     """A bar per trainer with steps, loss and remaining time, from its first report on."""
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps_of: Callable[[int], int]) -> None:
+        self._steps_of = steps_of  # a block; 0 is the reference
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description:>12}"),
@@ -111,7 +111,8 @@ class StepBars:
         loss = f"{event['loss']:.3f}{bits}"
         fields: dict[str, Any] = {"loss": loss, "speed": speed(event)}
         if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=self._steps, **fields)
+            total = self._steps_of(event["block"])
+            self._tasks[name] = self._progress.add_task(name, total=total, **fields)
         self._progress.update(self._tasks[name], completed=event["step"], **fields)
 
     def warn(self, sentence: str) -> None:

@@ -160,7 +160,7 @@ def test_gaps_of_several_results_in_one_plot(
 def test_the_fusion_block_beside_reads_only_versions_that_were_published() -> None:
     for steps in (1, 2, 7, 50, 60, 1200):
         published = {step for step in range(1, steps + 1) if is_published(step, steps)}
-        read = [version_beside(step, steps) for step in range(steps + 1)]
+        read = [version_beside(step / steps, steps) for step in range(steps + 1)]
         assert set(read) <= published
         assert read == sorted(read)
         assert read[-1] == steps

@@ -159,6 +159,9 @@ def test_fusion_stays_behind_blocks_that_still_move(
         }
     )
     assert fusion_open(run, Options(budget_steps=100), 3) == is_open
+    shorter = replace(run.blocks[3], steps=fusion // 5)
+    run = replace(run, blocks={**run.blocks, 3: shorter})
+    assert fusion_open(run, Options(budget_steps=100, fusion_steps=20), 3) == is_open
 
 
 SIZE_TABLE = [

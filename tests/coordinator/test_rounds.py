@@ -16,6 +16,7 @@ from blocktrain.coordinator.rounds import (
     decide_round,
     end_reason,
     judge,
+    spent_share,
     staleness_weight,
 )
 from blocktrain.coordinator.state import (
@@ -482,6 +483,20 @@ def test_tokens_are_shared_by_the_blocks() -> None:
         end_reason(RunState(blocks={1: BlockState(tokens=100), 2: BlockState(tokens=100)}), options)
         is not None
     )
+
+
+def test_a_fusion_block_has_a_budget_of_its_own() -> None:
+    options = Options(budget_steps=100, fusion_steps=40)
+    last = BlockState(steps=40, fusion=True)
+    state = RunState(blocks={1: BlockState(steps=100), 2: last})
+    assert end_reason(state, options) is not None
+    state = replace(state, blocks={**state.blocks, 2: replace(last, steps=39)})
+    assert end_reason(state, options) is None
+    late = replace(last, steps=39, round=RoundState(updates=(WaitingUpdate("x", "a", 9, 30),)))
+    assert advance_block(late, frozenset({"x"}), None, options).steps == 40
+    tokens = Options(budget_steps=100, fusion_steps=40, budget_tokens=700)
+    done = {1: BlockState(tokens=500), 2: BlockState(tokens=200, fusion=True)}
+    assert [spent_share(RunState(blocks=done), tokens, i) for i in done] == [1.0, 1.0]
 
 
 def test_coordinated_stop_waits_for_tasks_merges_and_ends() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from blocktrain.config import make_config
+from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError
 from blocktrain.learning.compose import build_block
 from blocktrain.shapes import model_parameters
@@ -74,12 +74,18 @@ def test_rates_follow_the_width_and_the_optimizer() -> None:
         narrow.fusion_learning_rate,
         narrow.reference_learning_rate,
     )
-    assert rates == (3.5e-3, 1e-3, 2e-3)
+    defaults = Config()
+    assert rates == (
+        defaults.learning_rate,
+        defaults.fusion_learning_rate,
+        defaults.reference_learning_rate,
+    )
     wide = make_sized_config({"size": "2M", "width": 512})
-    assert wide.learning_rate == pytest.approx(3.5e-3 / 4, rel=0.03)
-    assert wide.fusion_learning_rate == pytest.approx(1e-3 / 2, rel=0.03)
-    muon = make_sized_config({"size": "2M", "width": 512, "optimizer": "muon"})
-    assert muon.learning_rate == pytest.approx(3.5e-3 / 2, rel=0.03)
+    assert wide.learning_rate == pytest.approx(narrow.learning_rate / 2, rel=0.03)
+    assert wide.fusion_learning_rate == pytest.approx(narrow.fusion_learning_rate / 2, rel=0.03)
+    adamw = make_sized_config({"size": "2M", "width": 512, "optimizer": "adamw"})
+    assert adamw.learning_rate == pytest.approx(3.5e-3 / 4, rel=0.03)
+    assert adamw.fusion_learning_rate == wide.fusion_learning_rate
 
 
 def test_every_named_setting_wins() -> None:

@@ -44,7 +44,9 @@ def test_a_fleet_that_can_do_it() -> None:
     assert result.problems == []
     assert [m.independent and m.fusion for m in result.machines] == [True, True]
     assert result.seconds is not None
-    assert result.tokens == 4 * result.config.steps * result.config.batch * result.config.context
+    c = result.config
+    assert result.tokens == (3 * c.steps + c.steps_of(4)) * c.batch * c.context
+    assert c.steps_of(4) < c.steps
     assert result.as_dict()["possible"]
 
 
@@ -228,7 +230,8 @@ def test_bytes_of_a_fusion_block_are_as_planned() -> None:
 
 def test_bytes_of_a_real_run_are_as_planned(tmp_path: Path, corpus_folder: Path) -> None:
     policy = Policy(task_steps=4)
-    shape = {"width": 96, "heads": 4, "blocks": 3, "layers_per_block": 2, "steps": 12}
+    shape: dict[str, Any] = {"width": 96, "heads": 4, "blocks": 3, "layers_per_block": 2}
+    shape |= {"steps": 12, "fusion_share": 1.0}
     with worker_runs(tmp_path, corpus_folder) as make:
         here = make(policy, **shape)
         with serve_coordinator(here.coordinator, Listen()) as url:

@@ -62,6 +62,8 @@ TOLERANCE = 1e-6  # of a loss on another kind of processor (avx2 against avx512:
 PROMPT, SEED, LENGTH = "the birch ", 7, 90  # the text goes on past the window of 32
 SHAPE = "--layers-per-block 1 --width 16 --heads 2 --context 32 --z-width 8 --batch 4 --seed 3"
 TRAINED = "--warmup 2 --learning-rate 0.02 --fusion-learning-rate 0.02"
+EARLIER = "--optimizer adamw --fusion-share 1"  # defaults when the values were recorded
+WHOLE = "--version-compression none"  # the same, of a coordinator
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
 
 T = TypeVar("T")
@@ -305,7 +307,8 @@ def assert_same(answers: Mapping[str, str], texts: Mapping[str, bytes]) -> None:
 
 def test_a_fused_model_with_its_reference_served_as_a_fan(folder: Path) -> None:
     seen = Seen()
-    place = see_training(seen, folder, "--blocks", "3", "--steps", "30", "--reference")
+    words = f"--blocks 3 --steps 30 --reference {EARLIER}"
+    place = see_training(seen, folder, *words.split())
     sweeps: dict[str, Asked] = {f"sweep {k}": {"mode": "sweep", "sweeps": k} for k in (1, 2)}
     texts = see_texts(seen, place, {"plain": PLAIN, **sweeps})
     asked = {"plain": PLAIN, **sweeps, "exact": Asked(mode="exact")}
@@ -325,7 +328,7 @@ def test_a_pool_that_writes_from_noise(folder: Path) -> None:
 
 def test_the_paper_served_as_a_ring(folder: Path) -> None:
     seen = Seen()
-    words = "--preset paper --blocks 2 --steps 20 --tail 8"
+    words = f"--preset paper --blocks 2 --steps 20 --tail 8 --start noise {EARLIER}"
     place = see_training(seen, folder, *words.split())
     sweep: Asked = {"mode": "sweep", "draft": "none"}
     noise: dict[str, Asked] = {f"noise {k}": {**sweep, "sweeps": k} for k in (1, 2)}
@@ -390,6 +393,7 @@ def test_a_run_of_a_coordinator_and_a_worker(folder: Path, compression: str) -> 
     """With --exclusive and one worker nothing depends on time."""
     seen = Seen()
     words = f"--blocks 3 --steps 8 --exclusive --task-steps 4 --compression {compression} {TRAINED}"
+    words += f" {WHOLE} {EARLIER}"
     with coordinating(folder, "shared", *words.split()) as url:
         run(folder, "worker", url, "--cache", "worker", "--device", "cpu", "--json")
         state = json.loads(ask(f"{url}/healthz"))
@@ -490,7 +494,9 @@ class Played:
 def play(folder: Path, name: str, outer: str) -> Played:
     """Rounds of two by three workers, updates that are late, and one that is clipped."""
     words = "--compose pool --blocks 1 --steps 60 --task-steps 2 --replicas 2 --min-replicas 2"
-    words += " --rounds 6 --compression int8 --clip-after 2 --first-deadline 3600"
+    words += (
+        f" --rounds 6 --compression int8 --clip-after 2 --first-deadline 3600 {WHOLE} {EARLIER}"
+    )
     words += f" --chunk-bytes 4096 --outer {outer}"
     receipts, early = [], False
     with coordinating(folder, name, *words.split()) as url:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def quality(options: QualityOptions) -> BenchResult:
     options.source.require_outside(options.folder)
     config = options.config(0)
     options.source.open(tokenizer_of(config)).require(config.context)
-    setups = []
+    setups: list[jobs_of.Setup] = []
     for seed in options.seeds:
         folder = options.folder / f"seed-{seed}"
         setup = jobs_of.Setup(
@@ -68,10 +68,12 @@ def quality(options: QualityOptions) -> BenchResult:
             options.scale == "tiny",
             **jobs_of.ROWS[options.scale],
         )
-        # Before anything is written, this refuses settings that some variant cannot have.
-        jobs = jobs_of.jobs(setup)
+        if setups:
+            setup = replace(setup, **jobs_of.LATER_SEEDS)
+        costs = jobs_of.cost_jobs(setup)  # refuses bad settings before anything is written
         _same_settings(folder, setup.base, options.source)
-        _run(jobs, options.slots, f"seed {seed}")
+        _run(costs, options.slots, f"costs of seed {seed}")
+        _run(jobs_of.jobs(setup), options.slots, f"seed {seed}")
         jobs_of.clear_versions(setup)
         setups.append(setup)
     seeds = [table.seed_rows(setup) for setup in setups]

@@ -404,7 +404,7 @@ class EventLines:
         self._warned = False
         run = coordinator.run
         console.print(
-            f"run {run.id[:12]}: {run.config.blocks} blocks, {run.config.steps} steps each",
+            f"run {run.id[:12]}: {run.config.blocks} blocks, {run.config.length}",
             highlight=False,
         )
         self._finished = coordinator.finished is not None

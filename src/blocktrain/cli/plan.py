@@ -81,10 +81,10 @@ def _model(result: RunPlan) -> Iterable[str]:
         f"context {c.context}, {c.tokenizer} ({c.vocabulary:,} tokens)"
     )
     yield (
-        f"training   {c.steps:,} steps of {c.batch} x {c.context} tokens, "
+        f"training   {c.length}; a step has {c.batch} x {c.context} tokens, "
         f"{c.rows} sequences at once, {c.dtype}"
     )
-    yield f"text       {_count(tokens)} tokens over all blocks, {_count(tokens / c.blocks)} each"
+    yield f"text       {_count(tokens)} tokens over all blocks"
 
 
 def _blocks(result: RunPlan) -> Iterable[str]:

@@ -118,11 +118,11 @@ def _train(settings: RunSettings, flags: TrainFlags) -> tuple[dict[str, Any], Pa
     plan, folder = plan_training(settings, flags), settings.run.folder
     console.print(
         f"run folder [bold]{escape(str(folder))}[/]  corpus {escape(settings.data)}  "
-        f"{plan.config.blocks} blocks, {plan.config.steps} steps each"
+        f"{plan.config.blocks} blocks, {plan.config.length}"
     )
     try:
         with (
-            StepBars(plan.config.steps) as bars,
+            StepBars(plan.config.steps_of) as bars,
             tracking(flags.track, folder, plan.config.model_dump(), bars.warn) as track,
         ):
 

@@ -12,6 +12,7 @@ from blocktrain.coordinator.rounds import (
     mean_steps,
     round_length,
     spent_share,
+    step_budget,
 )
 from blocktrain.coordinator.state import (
     Assignment,
@@ -202,9 +203,10 @@ def steps_left(options: Options, block: BlockState, worker: WorkerState) -> int 
     Replicas of a round run side by side. A worker that has answered the open round
     counts in the next one, which begins after the steps that wait for their merge.
     """
-    if options.budget_steps is None:
+    budget = step_budget(block, options)
+    if budget is None:
         return None
-    steps = options.budget_steps - block.steps
+    steps = budget - block.steps
     if has_answered(block, worker):
         steps -= round(mean_steps(block.round.updates))
     return max(0, steps)

@@ -84,8 +84,9 @@ class Policy(BaseModel):
 
     def options(self, config: Config) -> Options:
         """The numbers that decisions are made with."""
+        fusion_steps = config.steps_of(config.fusion or 0)
         if self.exclusive:
-            return Options.exact(self.task_steps or 50, config.steps)
+            return Options.exact(self.task_steps or 50, config.steps, fusion_steps)
         return Options(
             target_replicas=self.replicas,
             min_replicas=self.min_replicas,
@@ -96,6 +97,7 @@ class Policy(BaseModel):
             fixed_steps=self.task_steps,
             budget_rounds=self.rounds,
             budget_steps=config.steps,
+            fusion_steps=fusion_steps,
             budget_tokens=self.tokens,
         )
 

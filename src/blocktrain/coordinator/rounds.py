@@ -201,12 +201,21 @@ def spent_share(state: RunState, options: Options, index: int) -> float:
     share = 0.0
     if options.budget_rounds:
         share = max(share, block.version / options.budget_rounds)
-    if options.budget_steps:
-        share = max(share, block.steps / options.budget_steps)
+    if steps := step_budget(block, options):
+        share = max(share, block.steps / steps)
     if options.budget_tokens:
-        trained = len(state.blocks) - len(options.frozen)
-        share = max(share, block.tokens * trained / options.budget_tokens)
+        trained = [b for i, b in state.blocks.items() if i not in options.frozen]
+        part = (step_budget(block, options) or 1) / sum(
+            step_budget(b, options) or 1 for b in trained
+        )
+        share = max(share, block.tokens / (options.budget_tokens * part))
     return share
+
+
+def step_budget(block: BlockState, options: Options) -> int | None:
+    """Where the learning-rate schedule of a block ends; None: nowhere."""
+    is_shorter = block.fusion and options.fusion_steps is not None
+    return options.fusion_steps if is_shorter else options.budget_steps
 
 
 def end_reason(state: RunState, options: Options) -> str | None:
@@ -231,8 +240,8 @@ def advance_block(
     """
     updates = sorted((u for u in block.round.updates if u.id in used), key=lambda u: u.id)
     steps = block.steps + max(1, round(mean_steps(updates)))
-    if options.budget_steps is not None:
-        steps = max(block.steps, min(steps, options.budget_steps))
+    if (budget := step_budget(block, options)) is not None:
+        steps = max(block.steps, min(steps, budget))
     return replace(
         block,
         version=block.version + 1,

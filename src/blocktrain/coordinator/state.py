@@ -63,7 +63,8 @@ class Options:
     safety: float = 0.8  # share of the time left that a task may be planned to take
     budget_rounds: int | None = None  # of each block
     budget_steps: int | None = None  # of each block: where its learning-rate schedule ends
-    budget_tokens: int | None = None  # of the whole run, shared equally by its blocks
+    fusion_steps: int | None = None  # the same of the fusion block; None: as of the others
+    budget_tokens: int | None = None  # of the whole run, shared by its blocks as their steps are
     fusion_start: float = (
         0.5  # share of their budget that the others have spent when the fusion block begins
     )
@@ -80,7 +81,7 @@ class Options:
     poll: float = 5.0  # longest wait before a worker asks again
 
     @classmethod
-    def exact(cls, task_steps: int, steps: int) -> Self:
+    def exact(cls, task_steps: int, steps: int, fusion_steps: int | None = None) -> Self:
         """For `blocktrain train`: nothing depends on time, so a seed gives the same bytes."""
         return cls(
             target_replicas=1,
@@ -89,6 +90,7 @@ class Options:
             lease=DAY,
             fixed_steps=task_steps,
             budget_steps=steps,
+            fusion_steps=fusion_steps,
             fusion_start=1.0,
             max_lag=None,
             max_uploading=0,

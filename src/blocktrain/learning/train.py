@@ -203,7 +203,8 @@ class Trainer:
                 ) from None
             raise
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
-        self.optimizer.step(learning_rate(self.step, c.steps, self.peak, c.warmup, self.schedule))
+        steps = c.steps_of(self.index)
+        self.optimizer.step(learning_rate(self.step, steps, self.peak, c.warmup, self.schedule))
         ce = loss.item()
         if not math.isfinite(ce):
             raise RunError(

@@ -203,7 +203,7 @@ class Int2(Int4):
     step: ClassVar[float] = 1.0
     """Between two levels, in root mean squares of a group."""
     levels = 1.0
-    zstd_share = 0.49
+    zstd_share = 0.54
     zstd_options = Int4.zstd_options | {zstd.CompressionParameter.min_match: 7}
 
     def quantize(self, x: Array, exponent: int) -> tuple[Array, Array]:

@@ -26,7 +26,9 @@ class RunStarted(RunEvent):
     fusion: int | None = None
     """The block that fuses the others."""
     steps: int = 0
-    """Of each block."""
+    """Of each block but the fusion block."""
+    fusion_steps: int | None = None
+    """Of the fusion block."""
     compose: str = ""
     compression: str = ""
     """How updates are sent."""

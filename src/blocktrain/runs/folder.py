@@ -303,7 +303,7 @@ def write_model_card(run: RunFolder, config: Config, result: dict[str, Any]) -> 
 {config.blocks} blocks of {config.layers_per_block} layers, width {config.width}, context
 {config.context} tokens, tokenizer `{config.tokenizer}`, composed by `{composition["name"]}`
 (objective `{config.objective}`): {composition["reason"]}.
-Trained for {config.steps} steps a block on `{corpus["name"]}` ({corpus["train_bytes"]:,} bytes),
+Trained for {config.length}, on `{corpus["name"]}` ({corpus["train_bytes"]:,} bytes),
 seed {config.seed}. Fingerprint of the settings: `{config.fingerprint}`.
 {origin}
 Cross entropy on {valid_size(corpus["valid_bytes"], corpus.get("evaluated_bytes"))}:

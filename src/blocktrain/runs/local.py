@@ -137,7 +137,7 @@ def _run_jobs(
     with serve_coordinator(coordinator, Listen(token=token)) as url:
         cache = plan.run.folder / "state"
         text = plan.corpus().folder
-        options = LocalWorker(url, token, cache, config.device, plan.threads, config.steps, text)
+        options = LocalWorker(url, token, cache, plan.threads, config, text)
         frozen = coordinator.run.options.frozen
         for number in range(1, config.blocks + 1 - len(frozen)):
             jobs.append(Job(f"worker-{number}", work, (options,)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.clock import Clock, SystemClock
+from blocktrain.config import Config
 from blocktrain.errors import RunError
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
@@ -30,17 +31,16 @@ class LocalWorker:
     url: str
     token: str
     cache: Path
-    device: str
     threads: int
-    steps: int  # of each block
+    config: Config
     corpus: Path  # the prepared one, which is read where it is
 
 
 def work(channel: Channel, options: LocalWorker) -> None:
     """Train one block, the one that the coordinator gives this process, to its end."""
     use_threads(options.threads)
-    machine = Machine(str(pick_device(options.device)))
-    reporter = ChannelReporter(channel, options.steps)
+    machine = Machine(str(pick_device(options.config.device)))
+    reporter = ChannelReporter(channel, options.config)
     with (
         closing(HttpClient(options.url, options.token)) as client,
         own_identity(options.cache) as identity,
@@ -68,7 +68,7 @@ class ChannelReporter:
     """Passes a worker's events on as those of the run folder."""
 
     channel: Channel
-    steps: int
+    config: Config
     clock: Clock = field(default_factory=SystemClock)
     block: int = 0
     last_report: float = 0.0
@@ -101,12 +101,12 @@ class ChannelReporter:
                 **pick_speed(fields),
             )
         elif kind == "accepted":
-            self.done = fields["step"] == self.steps
+            self.done = fields["step"] == self.config.steps_of(self.block)
 
     def _step(self, step: int, loss: float, speed: dict[str, float]) -> None:
         self.losses.append(loss)
         now = self.clock.monotonic()
-        if now - self.last_report > REPORT_SECONDS or step == self.steps:
+        if now - self.last_report > REPORT_SECONDS or step == self.config.steps_of(self.block):
             mean = sum(self.losses) / len(self.losses)
             self.channel.send(kind="step", block=self.block, step=step, loss=mean, **speed)
             self.last_report, self.losses = now, []

@@ -115,7 +115,8 @@ def make_plan(config: Config, policy: Policy, machines: Sequence[FleetMachine]) 
     """The plan of a run on these machines; without machines, of what each one would need."""
     independent = plan_block(config, policy, 1)
     fusion = plan_block(config, policy, config.fusion) if config.fusion else None
-    tokens = policy.tokens or config.blocks * config.steps * config.batch * config.context
+    steps = sum(config.steps_of(index) for index in range(1, config.blocks + 1))
+    tokens = policy.tokens or steps * config.batch * config.context
     plans = [plan_machine(config, policy, machine, (independent, fusion)) for machine in machines]
     problems = limit_problems(config, policy)
     problems += fleet_problems(plans, independent, fusion) if machines else []
@@ -296,7 +297,8 @@ def run_seconds(
     done, and only some machines may be able to train it.
     """
     independent, fusion = blocks
-    share = tokens / config.blocks
+    steps = {index: config.steps_of(index) for index in range(1, config.blocks + 1)}
+    share = tokens * config.steps / sum(steps.values())
     rate = sum(m.count * m.rate for m in machines if m.independent)
     if not rate:
         return None
@@ -307,7 +309,8 @@ def run_seconds(
     able = sum(m.count * m.rate for m in machines if m.fusion)
     if not able:
         return None
-    return max((work + share * cost) / rate, work / 2 / rate + share * cost / able)
+    last = share * cost * config.steps_of(config.blocks) / config.steps
+    return max((work + last) / rate, work / 2 / rate + last / able)
 
 
 def id_bytes(config: Config) -> int:

@@ -144,7 +144,7 @@ def _kicker(facts: ReportFacts) -> str:
     text = Path(str(corpus.get("name", facts.data))).name
     if is_number(corpus.get("train_bytes")):
         text += f" ({short_number(corpus['train_bytes'])} bytes)"
-    return f"{config.blocks} blocks of {layers} · {config.steps:,} steps each · {text}"
+    return f"{config.blocks} blocks of {layers} · {config.length} · {text}"
 
 
 def _verdict(facts: ReportFacts) -> str:

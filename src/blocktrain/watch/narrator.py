@@ -62,6 +62,7 @@ class Narrator:
             blocks=config.blocks,
             fusion=config.fusion,
             steps=config.steps,
+            fusion_steps=config.steps_of(config.fusion) if config.fusion else None,
             compose=config.compose,
             compression=run.policy.compression,
             version_compression=run.policy.version_compression,

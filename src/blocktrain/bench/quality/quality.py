@@ -69,6 +69,9 @@ SCALES: dict[str, dict[str, Any]] = {
         "context": 128,
         "batch": 16,
         "steps": 1800,
+        "learning_rate": 4.9e-3,
+        "fusion_learning_rate": 1.6e-3,
+        "reference_learning_rate": 4.9e-3,
     },
     "small": {
         "tokenizer": "bpe:4096",
@@ -79,13 +82,14 @@ SCALES: dict[str, dict[str, Any]] = {
         "context": 256,
         "batch": 16,
         "steps": 400,
-        "learning_rate": 1.8e-3,
-        "fusion_learning_rate": 7e-4,
-        "reference_learning_rate": 1e-3,
+        "learning_rate": 4.2e-3,
+        "fusion_learning_rate": 1.4e-3,
+        "reference_learning_rate": 4.2e-3,
     },
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384, "small": 131_072, "large": None}  # tokens
-COST_STEPS = 9  # of each kind, to compare their times
+COST_STEPS = 24  # of each kind, to compare their times
+SAME_TIME = 0.03  # times that differ by less count as equal
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
 STOPPED = "stopped; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget
@@ -106,11 +110,17 @@ AVERAGED = {"averaged_block": 1, "averaged_end_to_end": REFERENCE}
 """What else as many machines as there are blocks could do: train one model and average it."""
 ROWS: dict[str, dict[str, Any]] = {
     "tiny": {"equal_time": EQUAL_TIME, "averaged": True},
-    "standard": {"equal_time": ("fuse", "end_to_end"), "averaged": True},
-    "large": {"variants": OURS, "equal_time": ("fuse", "end_to_end"), "averaged": True},
+    "standard": {
+        "variants": (*OURS, "same", "beside", "paper"),
+        "equal_time": ("fuse", "end_to_end"),
+        "averaged": True,
+    },
+    "large": {"variants": OURS, "equal_time": ("fuse", "end_to_end")},
     "small": {"variants": OURS, "equal_time": ("fuse", "pool", "single_block")},
 }
 """What is trained at each scale."""
+LATER_SEEDS: dict[str, Any] = {"variants": OURS, "averaged": False}
+"""What the seeds after the first leave out of it: all but what a mean is needed of."""
 ALONE = {"equal_end_to_end": REFERENCE, "equal_single_block": 1, **AVERAGED}
 """Variants that are one model, and its index."""
 
@@ -134,8 +144,8 @@ class Setup:
             return self._equal_time(variant.removeprefix("equal_"))
         if variant in AVERAGED:
             fuse, config = self.base.replace(compose="fuse"), self.base.replace(compose="pool")
-            seconds = self.wall_clock(fuse, self.indices("fuse"))
-            share = seconds / self.step_cost(config, AVERAGED[variant])
+            share = self.wall_clock(fuse, self.indices("fuse"))
+            share /= self.step_cost(config, AVERAGED[variant])
             return config.replace(steps=round(config.steps * share))
         if variant.startswith("leakage_"):
             return self.base.replace(
@@ -165,6 +175,8 @@ class Setup:
         fuse = self.base.replace(compose="fuse")
         time = self.work(fuse, self.indices("fuse")) if row == "end_to_end" else 1.0
         share = time / self.work(config, self.indices(row))
+        if abs(share - 1) < SAME_TIME:
+            return config
         return config.replace(steps=max(1, round(config.steps * share)))
 
     def indices(self, row: str) -> list[int]:
@@ -179,17 +191,20 @@ class Setup:
         return float(cost[kind] / cost["reference"])
 
     def work(self, config: Config, indices: Iterable[int]) -> float:
-        """Training time of these blocks together, in that of the reference for equal steps."""
-        return sum(self.step_cost(config, index) for index in indices)
+        """Training time of these blocks together, in that of the end-to-end row."""
+        return sum(self._time(config, index) for index in indices)
+
+    def _time(self, config: Config, index: int) -> float:
+        return self.step_cost(config, index) * config.steps_of(index) / self.base.steps
 
     def wall_clock(self, config: Config, indices: Iterable[int], *, beside: bool = False) -> float:
         """The same with a machine for each block.
 
         The fusion block begins when the others end; beside them, when they are half done.
         """
-        costs = {index: self.step_cost(config, index) for index in indices}
-        fusion = costs.pop(config.fusion, 0.0) if config.fusion else 0.0
-        block = max(costs.values())
+        times = {index: self._time(config, index) for index in indices}
+        fusion = times.pop(config.fusion, 0.0) if config.fusion else 0.0
+        block = max(times.values())
         return max(block, block / 2 + fusion) if beside else block + fusion
 
     def corpus(self) -> TokenCorpus:
@@ -215,11 +230,8 @@ def leakage_variant(setup: Setup, sigma: float) -> str:
 
 
 def jobs(setup: Setup) -> list[Job]:
-    """Everything one seed needs; what already has its result is left out."""
-    plan = [
-        Job("costs", measure_costs, (setup,)),
-        Job("end_to_end", train_job, (setup, "fuse", REFERENCE)),
-    ]
+    """Everything one seed needs after its costs; what already has its result is left out."""
+    plan = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
     leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
     for variant in dict.fromkeys([*setup.variants, *leakage]):
         config = setup.config(variant)
@@ -249,6 +261,13 @@ def jobs(setup: Setup) -> list[Job]:
     return without_finished(setup, plan)
 
 
+def cost_jobs(setup: Setup) -> list[Job]:
+    """What says how long the trainings at equal time are."""
+    for variant in setup.variants:
+        setup.config(variant)  # refuses settings that a variant cannot have
+    return without_finished(setup, [Job("costs", measure_costs, (setup,))])
+
+
 def without_finished(setup: Setup, plan: list[Job]) -> list[Job]:
     """The jobs that have no result yet; they wait for no other ones."""
     finished = {job.name for job in plan if setup.result(job.name).exists()}
@@ -260,10 +279,15 @@ def without_finished(setup: Setup, plan: list[Job]) -> list[Job]:
 
 
 def _equal_time_jobs(setup: Setup) -> list[Job]:
-    """The trainings whose length is chosen by the time they take."""
+    """The trainings whose length is chosen by the time they take.
+
+    One that is as long as that of the row with equal steps is not repeated.
+    """
     plan = []
     for row in setup.equal_time:
         variant, fusion = f"equal_{row}", setup.base.blocks if row == "fuse" else None
+        if setup.config(variant).steps == setup.base.steps:
+            continue
         names = {n: f"{variant}-{block_name(n)}" for n in setup.indices(row)}
         blocks = tuple(name for n, name in names.items() if n != fusion)
         plan += [
@@ -271,7 +295,7 @@ def _equal_time_jobs(setup: Setup) -> list[Job]:
                 name,
                 train_job,
                 (setup, variant, n),
-                after=("costs", *(blocks if n == fusion else ())),
+                after=blocks if n == fusion else (),
             )
             for n, name in names.items()
         ]
@@ -285,7 +309,7 @@ def _averaged_jobs(setup: Setup) -> list[Job]:
     """One model on as many machines as there are blocks, averaged."""
     if not setup.averaged:
         return []
-    training = [Job(name, average_job, (setup, name), after=("costs",)) for name in AVERAGED]
+    training = [Job(name, average_job, (setup, name)) for name in AVERAGED]
     judging = [
         Job(f"evaluate-{name}", evaluate_job, (setup, name), after=(name,)) for name in AVERAGED
     ]
@@ -338,14 +362,15 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
     if state.exists():
         trainer.load(state)
     if variant == "beside" and reads:
-        begun = version_beside(trainer.step, config.steps)
+        begun = version_beside(trainer.step / config.steps_of(index), config.steps)
         trainer.read([_version(setup, config, n, begun) for n in range(1, reads + 1)])
     first = index == REFERENCE and variant == "fuse"
     name = "end_to_end" if first else f"{variant}-{block_name(index)}"
     losses: list[float] = []
-    version = version_beside(trainer.step, config.steps)
+    steps = config.steps_of(index)
+    version = version_beside(trainer.step / steps, config.steps)
     batches = setup.corpus().batches(config, trainer.index)
-    for step, loss in trainer.run(batches, config.steps):
+    for step, loss in trainer.run(batches, steps):
         losses = [*losses[-99:], loss]
         if (
             variant == "fuse"
@@ -353,12 +378,13 @@ def train_job(channel: Channel, setup: Setup, variant: str, index: int) -> None:
             and is_published(step, config.steps)
         ):
             publish(RunFolder(run.folder / f"version-{step}"), index, trainer.block)
-        if variant == "beside" and reads and version != version_beside(step, config.steps):
-            version = version_beside(step, config.steps)
+        newest = version_beside(step / steps, config.steps)
+        if variant == "beside" and reads and version != newest:
+            version = newest
             trainer.read([_version(setup, config, n, version) for n in range(1, reads + 1)])
-        if step % 10 == 0 or step == config.steps:
-            channel.send(step=step, steps=config.steps, loss=sum(losses) / len(losses))
-        if channel.should_stop and step < config.steps:
+        if step % 10 == 0 or step == steps:
+            channel.send(step=step, steps=steps, loss=sum(losses) / len(losses))
+        if channel.should_stop and step < steps:
             trainer.save(state)
             raise Interrupted(STOPPED)
     publish(run, index, trainer.block)
@@ -400,10 +426,14 @@ def is_published(step: int, steps: int) -> bool:
     return step == steps or (step % every == 0 and step >= steps // 2 // every * every)
 
 
-def version_beside(step: int, steps: int) -> int:
-    """The version that the fusion block reads after `step` steps; the others train in parallel."""
+def version_beside(share: float, steps: int) -> int:
+    """The version that the fusion block reads after this share of its steps.
+
+    The others train in parallel. They are half done when it begins, and done when it is half done.
+    """
     every = max(steps // VERSIONS, 1)
-    return steps if steps // 2 + step >= steps else max(every, (steps // 2 + step) // every * every)
+    reached = steps // 2 + int(share * steps)
+    return steps if reached >= steps else max(every, reached // every * every)
 
 
 def _version(setup: Setup, config: Config, index: int, step: int) -> IndependentBlock:

@@ -63,9 +63,8 @@ def seed_rows(setup: Setup) -> dict[str, Any]:
         row("fuse", fuse["fuse"], "fuse"),
         *(row(name, ce, "fuse") for name, ce in fuse.items() if name.startswith("fuse_without_")),
         *(row(name, ces[v][key], v) for name, v, key in OTHER_ROWS if v in ces),
-        *_equal_time_rows(setup, by_job, row),
-        *_averaged_rows(setup, by_job, row),
     ]
+    rows += [*_equal_time_rows(setup, by_job, rows, row), *_averaged_rows(setup, by_job, row)]
     for entry in rows:
         entry["gap"] = entry["valid_ce"] - rows[0]["valid_ce"]
     return {
@@ -151,10 +150,14 @@ def _million_parameters(config: Config, indices: Iterable[int]) -> float:
 
 
 def _equal_time_rows(
-    setup: Setup, by_job: dict[str, Row], row: Callable[..., Row]
+    setup: Setup, by_job: dict[str, Row], others: Sequence[Row], row: Callable[..., Row]
 ) -> Iterator[Row]:
     """Models whose training takes the same time in all: see `quality.EQUAL_TIME`."""
     for name in setup.equal_time:
+        if f"evaluate-equal_{name}" not in by_job:  # its row has equal time as it is
+            same = next(other for other in others if other["name"] == name)
+            yield same | {"name": f"{name}_equal_time"}
+            continue
         ce = by_job[f"evaluate-equal_{name}"]["ce"]
         figures = ce if isinstance(ce, float) else ce[name]
         yield row(f"{name}_equal_time", figures, f"equal_{name}", setup.indices(name))
@@ -182,7 +185,6 @@ def _row(
     numbers = list(indices if indices is not None else range(1, config.blocks + 1))
     workers = setup.base.blocks if variant in AVERAGED else 1
     together = workers * len(numbers) > 1
-    length = config.steps / setup.base.steps
     wall_clock = setup.wall_clock(config, numbers, beside=variant == "beside")
     jobs = _trainings(config, variant, numbers)
     return {
@@ -191,8 +193,8 @@ def _row(
         "bits_per_byte": ce / density / math.log(2),
         "gap": 0.0,
         "steps": config.steps,
-        "time": round(setup.work(config, numbers) * length * workers, 4),
-        "wall_clock": round(wall_clock * length, 4),
+        "time": round(setup.work(config, numbers) * workers, 4),
+        "wall_clock": round(wall_clock, 4),
         "worker_mb": max(memory_mb(config, i) for i in numbers),
         "traffic_mb": max(traffic_mb(config, i) for i in numbers) if together else 0.0,
         "seconds": round(sum(by_job[job]["seconds"] for job in jobs), 1),
@@ -236,7 +238,7 @@ def traffic_mb(config: Config, index: int) -> float:
     """
     alone, number = _alone(config, index)
     block = plan_block(alone, Policy(), number)
-    tasks = math.ceil(config.steps / TASK_STEPS)
+    tasks = math.ceil(config.steps_of(index) / TASK_STEPS)
     return round((tasks * (block.weights + block.update) + block.reads) / 1e6, 1)
 
 
@@ -251,16 +253,17 @@ def _distinct_tokens(
 ) -> int:
     """How many different tokens of a corpus were trained on."""
     config = setup.config(variant)
-    streams = {1 if config.data_order == "shared" and i else i for i in indices}
+    is_shared = config.data_order == "shared"
+    streams = {1 if is_shared and i else i: config.steps_of(i) for i in reversed(indices)}
     shards = [shard for source in index.sources for shard in source.shards]
     ends = np.cumsum([shard.tokens for shard in shards])
     begin = {shard: int(end) - shard.tokens for shard, end in zip(shards, ends, strict=True)}
     starts = np.array(
         [
             begin[place.shard] + place.offset
-            for stream in streams
+            for stream, steps in streams.items()
             for place in SequenceOrder(index, config.context, config.seed, stream).places(
-                0, config.steps * config.batch * workers
+                0, steps * config.batch * workers
             )
         ]
     )
@@ -306,10 +309,11 @@ def _plot_leakage(axes: Any, leakage: Sequence[Row]) -> None:
 
 
 def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
-    """Means over seeds. `spread` is the largest minus the smallest cross entropy."""
+    """Means over the seeds that have a row. `spread` is the largest minus the smallest loss."""
     rows = []
-    for same_name in zip(*(seed["rows"] for seed in seeds), strict=True):
-        row: Row = {"name": same_name[0]["name"]}
+    for name in [row["name"] for row in seeds[0]["rows"]]:
+        same_name = [row for seed in seeds for row in seed["rows"] if row["name"] == name]
+        row: Row = {"name": name, "seeds": len(same_name)}
         row |= {key: same_name[0][key] for key in ("against", "steps") if key in same_name[0]}
         for key in (
             "valid_ce",
@@ -327,7 +331,7 @@ def mean_rows(seeds: list[dict[str, Any]]) -> list[Row]:
         ):
             if key in same_name[0]:
                 row[key] = round(statistics.mean(r[key] for r in same_name), 5)
-        if len(seeds) > 1:
+        if len(same_name) > 1:
             row["spread"] = round(
                 max(r["valid_ce"] for r in same_name) - min(r["valid_ce"] for r in same_name), 5
             )

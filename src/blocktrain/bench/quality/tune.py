@@ -26,7 +26,7 @@ from blocktrain.runs.folder import (
     write_json,
 )
 
-GRID = (5e-4, 1e-3, 2e-3, 3.5e-3, 6e-3)
+GRID = (1e-3, 2e-3, 3.5e-3, 6e-3, 1e-2)
 SETTINGS = {
     "reference": "reference_learning_rate",
     "block": "learning_rate",
@@ -83,12 +83,13 @@ def _read_block(channel: Channel, folder: Path, config: Config, source: Source, 
 
 def _train(channel: Channel, trainer: Trainer, source: Source) -> Block:
     use_threads()
+    steps = trainer.config.steps_of(trainer.index)
     for step, loss in trainer.run(
         source.open(tokenizer_of(trainer.config)).batches(trainer.config, trainer.index),
-        trainer.config.steps,
+        steps,
     ):
         if step % 10 == 0:
-            channel.send(step=step, steps=trainer.config.steps, loss=loss)
+            channel.send(step=step, steps=steps, loss=loss)
         if channel.should_stop:
             raise Interrupted(
                 "stopped; finished trainings are kept: call the bench again to continue"

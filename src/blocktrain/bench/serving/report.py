@@ -85,7 +85,7 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
         run = create_run(folder, config, source.spec, reference=True)
     if not (run.model / "config.json").exists():
         plan = TrainingPlan(run, config, source, reference=True, slots=slots)
-        with StepBars(config.steps) as bars:
+        with StepBars(config.steps_of) as bars:
             train_blocks(plan, bars.show)
         fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
     return folder

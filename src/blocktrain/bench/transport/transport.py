@@ -60,7 +60,7 @@ _STANDARD = {"width": 128, "layers_per_block": 2, "context": 128, "batch": 16}
 _TINY = {"width": 32, "heads": 2, "layers_per_block": 1, "context": 32, "batch": 8, "z_width": 32}
 SCALES = {
     "standard": Scale(
-        _STANDARD, 1 << 17, 200, 400, 50, 800, 60.0, 400, 20, (2, 2), 3, 200, (10, 50)
+        _STANDARD, 1 << 17, 200, 400, 50, 800, 60.0, 400, 20, (1, 2), 3, 200, (10, 50)
     ),
     "tiny": Scale(_TINY, 4096, 12, 20, 5, 60, 1.0, 20, 5, (1, 1), 1, 20, (5, 10)),
 }

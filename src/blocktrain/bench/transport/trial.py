@@ -192,7 +192,8 @@ class _Curve:
     def __init__(self, coordinator: WatchedCoordinator, trial: Trial, report: ReportTrial) -> None:
         self.points: list[tuple[float, int, float]] = []
         self._coordinator, self._report, self._name = coordinator, report, trial.folder.name
-        self._steps = trial.config.steps * trial.config.blocks
+        config = trial.config
+        self._steps = sum(config.steps_of(index) for index in range(1, config.blocks + 1))
         self._stop = threading.Event()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._look, name="curve", daemon=True)

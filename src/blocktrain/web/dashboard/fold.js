@@ -272,12 +272,20 @@ export function tail(state) {
   return state.feed.slice(-TAIL);
 }
 
+// Where the schedule of a block ends; 0 if the run does not tell.
+export function stepBudget(run, block) {
+  return (block.index === run?.fusion && run.fusion_steps) || run?.steps || 0;
+}
+
 // Share of its budget that a block has spent, 0 to 1.
 export function share(state, block) {
   const shares = [0];
-  if (state.run?.steps > 0) shares.push(block.steps / state.run.steps);
+  if (stepBudget(state.run, block)) shares.push(block.steps / stepBudget(state.run, block));
   if (state.budget.rounds) shares.push(block.version / state.budget.rounds);
-  if (state.budget.tokens) shares.push((block.tokens * state.blocks.size) / state.budget.tokens);
+  if (state.budget.tokens) {
+    const steps = [...state.blocks.values()].reduce((sum, other) => sum + (stepBudget(state.run, other) || 1), 0);
+    shares.push((block.tokens * steps) / (stepBudget(state.run, block) || 1) / state.budget.tokens);
+  }
   return Math.min(1, Math.max(...shares));
 }
 

@@ -1,6 +1,6 @@
 // Everything that is neither a chart nor the table of workers: written into the elements of index.html, in place.
 
-import { atWork, curveGain, runGain, isTooEarly, progress, remaining, share, tail } from "./fold.js";
+import { atWork, curveGain, runGain, isTooEarly, progress, remaining, share, stepBudget, tail } from "./fold.js";
 import { FUSED, look } from "./charts.js";
 import { make, setAttribute, setHidden, setText } from "./elements.js";
 import { Keyed, meter, setMeter, swatch, tableOf } from "./tables.js";
@@ -101,9 +101,10 @@ function kicker(run) {
 }
 
 function budget(state) {
-  const steps = [...state.blocks.values()].map((block) => block.steps);
+  const blocks = [...state.blocks.values()];
+  const total = (list, number) => list.reduce((sum, item) => sum + number(item), 0);
   const parts = [
-    state.run.steps && `${short(steps.reduce((sum, n) => sum + n, 0))} of ${short(state.run.steps * state.blocks.size)} steps`,
+    state.run.steps && `${short(total(blocks, (block) => block.steps))} of ${short(total(blocks, (block) => stepBudget(state.run, block)))} steps`,
   ];
   if (state.budget.rounds) parts.push(`ends after ${many(state.budget.rounds, "round")} of each block`);
   if (state.budget.tokens) parts.push(`ends after ${short(state.budget.tokens)} tokens`);
@@ -222,7 +223,8 @@ function putBlockName(cell, view, parts) {
 }
 
 function putSteps(_, { block, run, share: part }, { text, bar }) {
-  setText(text, run?.steps ? `${count(block.steps)} / ${count(run.steps)}` : count(block.steps));
+  const end = stepBudget(run, block);
+  setText(text, end ? `${count(block.steps)} / ${count(end)}` : count(block.steps));
   setMeter(bar, part);
 }
 
