@@ -106,6 +106,7 @@ def tiny_config(**changes: Any) -> Config:
         "heads": 2,
         "context": 16,
         "z_width": 8,
+        "fusion_share": 1.0,
     }
     return make_config({**small, "batch": 4, "steps": 12, "warmup": 2, **changes})
 

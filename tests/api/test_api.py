@@ -191,7 +191,9 @@ def test_a_model_is_continued_on_other_text(model: bt.TrainedModel, tmp_path: Pa
 
 def test_a_run_is_coordinated_worked_for_and_pulled(text: Path, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
-    with bt.coordinate(str(text), tmp_path / "run", token="s", task_steps=12, **TINY) as run:
+    with bt.coordinate(
+        str(text), tmp_path / "run", token="s", task_steps=12, fusion_share=1.0, **TINY
+    ) as run:
         summary = bt.work(run.url, "s", cache=tmp_path / "cache", tasks=1, on_event=events.append)
         assert summary.accepted == 1 and not run.finished
         more = bt.work(run.url, "s", cache=tmp_path / "cache", on_event=events.append)

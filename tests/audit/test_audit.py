@@ -41,8 +41,8 @@ Change = Callable[[list[tuple[str, Body]]], None]
 
 
 RULES = {
-    "average": {"compression": "none", "outer": "average"},
-    "nesterov": {"compression": "int4", "outer": "nesterov"},
+    "average": {"compression": "none", "version_compression": "none", "outer": "average"},
+    "nesterov": {"compression": "int4", "version_compression": "none", "outer": "nesterov"},
     "deltas": {"compression": "int4", "version_compression": "int2"},
 }
 

@@ -14,6 +14,7 @@ from blocktrain.bench import commands
 from blocktrain.bench.quality import quality, tune
 from blocktrain.bench.quality.quality import is_published, version_beside
 from blocktrain.bench.quality.readings import READINGS, require_readings
+from blocktrain.bench.quality.table import mean_rows
 from blocktrain.config import make_config
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.corpus.source import Source
@@ -32,6 +33,7 @@ NAMES = [
     "fuse_without_1",
     "fuse_without_2",
     "fuse_without_3",
+    "fuse_equal_steps",
     "fuse_same_data",
     "fuse_beside",
     "fuse_equal_time",
@@ -96,8 +98,19 @@ def test_every_row_is_there_with_its_figures(bench_result: tuple[Path, dict[str,
     assert by_name["end_to_end"]["traffic_mb"] == 0 < by_name["averaged_block"]["traffic_mb"]
     assert by_name["fuse"]["valid_ce"] < by_name["best_block"]["valid_ce"]
     assert by_name["fuse_same_data"]["distinct_mb"] < by_name["fuse"]["distinct_mb"]
+    assert time["fuse"] < time["fuse_equal_steps"]
     assert {"command", "seed", "machine", "settings"} < set(result)
     assert (folder / "quality.png").stat().st_size > 10_000
+
+
+def test_means_are_of_the_seeds_that_have_a_row() -> None:
+    def row(name: str, ce: float) -> dict[str, Any]:
+        return {"name": name, "valid_ce": ce, "gap": ce - 1}
+
+    seeds = [{"rows": [row("fuse", 1.2), row("paper", 1.6)]}, {"rows": [row("fuse", 1.1)]}]
+    fuse, paper = mean_rows(seeds)
+    assert (fuse["seeds"], fuse["valid_ce"], fuse["spread"]) == (2, 1.15, 0.1)
+    assert (paper["seeds"], paper["valid_ce"], "spread" in paper) == (1, 1.6, False)
 
 
 def test_samples_are_judged_beside_real_text(bench_result: tuple[Path, dict[str, Any]]) -> None:

@@ -45,7 +45,7 @@ def test_one_class_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Policy(compression="thirds")
     monkeypatch.setitem(compression.METHODS, "thirds", Thirds())
 
-    coordinator = begin(tmp_path, compression="thirds")
+    coordinator = begin(tmp_path, compression="thirds", version_compression="none")
     worker = FakeWorker(LocalClient(coordinator))
     task = worker.joined()
     assert task.compression == "thirds"

@@ -97,7 +97,11 @@ def test_a_machine_that_is_too_slow_for_one_step_a_day() -> None:
 
 
 def test_a_machine_that_waits_for_its_line_is_told() -> None:
-    result = plan({"size": "124M"}, machine(down=1.0), policy={"task_seconds": 5.0})
+    result = plan(
+        {"size": "124M"},
+        machine(down=1.0),
+        policy={"task_seconds": 5.0, "version_compression": "none"},
+    )
     assert any("a longer --task-seconds (now 5) helps" in r for r in result.machines[0].reasons)
 
 
@@ -204,7 +208,9 @@ def test_bytes_of_weights_and_updates_are_as_planned(name: str) -> None:
     config = make_sized_config(SHAPES[name])
     weights, delta = trained_update(config)
     for method in METHODS.values():
-        planned = make_plan(config, Policy(compression=method.name), []).independent
+        planned = make_plan(
+            config, Policy(compression=method.name, version_compression="none"), []
+        ).independent
         payload = (
             compress_weights(weights, method.name)
             if method.exact
@@ -219,7 +225,7 @@ def test_bytes_of_weights_and_updates_are_as_planned(name: str) -> None:
 
 def test_bytes_of_a_fusion_block_are_as_planned() -> None:
     config = make_sized_config({"size": "2M"})
-    planned = make_plan(config, Policy(), []).fusion
+    planned = make_plan(config, Policy(version_compression="none"), []).fusion
     weights = block_weights(build_block(config, config.blocks))
     assert planned is not None
     assert planned.parameters == sum(w.size for w in weights.values())
@@ -229,7 +235,7 @@ def test_bytes_of_a_fusion_block_are_as_planned() -> None:
 
 
 def test_bytes_of_a_real_run_are_as_planned(tmp_path: Path, corpus_folder: Path) -> None:
-    policy = Policy(task_steps=4)
+    policy = Policy(task_steps=4, version_compression="none")
     shape: dict[str, Any] = {"width": 96, "heads": 4, "blocks": 3, "layers_per_block": 2}
     shape |= {"steps": 12, "fusion_share": 1.0}
     with worker_runs(tmp_path, corpus_folder) as make:

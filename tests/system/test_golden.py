@@ -62,8 +62,9 @@ TOLERANCE = 1e-6  # of a loss on another kind of processor (avx2 against avx512:
 PROMPT, SEED, LENGTH = "the birch ", 7, 90  # the text goes on past the window of 32
 SHAPE = "--layers-per-block 1 --width 16 --heads 2 --context 32 --z-width 8 --batch 4 --seed 3"
 TRAINED = "--warmup 2 --learning-rate 0.02 --fusion-learning-rate 0.02"
-EARLIER = "--optimizer adamw --fusion-share 1"  # defaults when the values were recorded
-WHOLE = "--version-compression none"  # the same, of a coordinator
+# Defaults when the values were recorded, of a model and of a coordinator.
+EARLIER = "--optimizer adamw --fusion-share 1 --reference-learning-rate 0.002"
+WHOLE = "--version-compression none"
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
 
 T = TypeVar("T")

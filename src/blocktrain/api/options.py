@@ -53,6 +53,7 @@ class ModelOptions(TypedDict, total=False):
     reference_learning_rate: float
     schedule: Schedule
     fusion_schedule: Schedule
+    fusion_share: float
     warmup: int
     weight_decay: float
     batch: int

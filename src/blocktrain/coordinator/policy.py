@@ -25,11 +25,11 @@ class Policy(BaseModel):
     )
 
     compression: Method = Field(
-        default="int4",
+        default="int2",
         description=f"How updates are sent: one of {', '.join(METHODS)} (with error feedback).",
     )
     version_compression: Method = Field(
-        default="none",
+        default="int2",
         description="How versions are published: as whole weights (none), or as what changed since "
         f"the version before, by one of {', '.join(name for name in METHODS if name != 'none')} "
         "(with error feedback).",
@@ -114,10 +114,10 @@ class Policy(BaseModel):
 
 
 def policy_for_size(config: Config) -> dict[str, float]:
-    """What `--size` chooses: a task lasts ten times as long as its transfers over a usual line."""
-    per_parameter = 4.5  # bytes: the weights, and an update of four bits
+    """What `--size` chooses: a task lasts fifty times as long as its transfers do."""
+    per_parameter = 0.6  # bytes: an update and a version, of two bits a value each
     transfers = per_parameter * block_parameters(config, 1) / USUAL_LINE
-    task_seconds = min(DAY / 3, max(20.0, float(f"{10 * transfers:.1e}")))
+    task_seconds = min(DAY / 3, max(20.0, float(f"{50 * transfers:.1e}")))
     return {"task_seconds": task_seconds, "first_deadline": 3 * task_seconds}
 
 

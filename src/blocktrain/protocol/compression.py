@@ -217,7 +217,7 @@ class TopK(Int2):
     name = "topk"
     step = 2.5
     levels = 0.4
-    zstd_share = 0.29
+    zstd_share = 0.32
 
 
 METHODS: dict[str, Compression] = {

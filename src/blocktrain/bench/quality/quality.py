@@ -98,11 +98,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exact": EXACT,  # what the skip alone changes; first, as its evaluation takes longest
     "fuse": {"compose": "fuse"},
     "pool": {"compose": "pool"},
+    "long_fusion": {"compose": "fuse", "fusion_share": 1.0},
     "same": {"compose": "fuse", "data_order": "shared"},
     "beside": {"compose": "fuse"},
     "paper": TEXT,
 }
-OURS = ("fuse", "pool")
+OURS = ("fuse", "pool", "long_fusion")
 EQUAL_TIME = ("fuse", "pool", "single_block", "end_to_end")
 """Trained again, each for as long as the end-to-end model takes; and that model for as long as all
 blocks of `fuse` take together."""
@@ -219,7 +220,7 @@ class Setup:
 
 def twin(config: Config, variant: str, index: int) -> str | None:
     """The variant whose training of this block is the same computation, if there is one."""
-    if variant in ("pool", "beside") and 1 <= index < config.blocks:
+    if variant in ("pool", "beside", "long_fusion") and 1 <= index < config.blocks:
         return "fuse"
     return "fuse" if variant == "same" and index == 1 else None
 
@@ -232,8 +233,7 @@ def leakage_variant(setup: Setup, sigma: float) -> str:
 def jobs(setup: Setup) -> list[Job]:
     """Everything one seed needs after its costs; what already has its result is left out."""
     plan = [Job("end_to_end", train_job, (setup, "fuse", REFERENCE))]
-    leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
-    for variant in dict.fromkeys([*setup.variants, *leakage]):
+    for variant in _trained_variants(setup):
         config = setup.config(variant)
         for index in range(1, config.blocks + 1):
             if twin(config, variant, index):
@@ -263,9 +263,14 @@ def jobs(setup: Setup) -> list[Job]:
 
 def cost_jobs(setup: Setup) -> list[Job]:
     """What says how long the trainings at equal time are."""
-    for variant in setup.variants:
+    for variant in _trained_variants(setup):
         setup.config(variant)  # refuses settings that a variant cannot have
     return without_finished(setup, [Job("costs", measure_costs, (setup,))])
+
+
+def _trained_variants(setup: Setup) -> list[str]:
+    leakage = [leakage_variant(setup, sigma) for sigma in LEAKAGE_SIGMAS] if setup.leakage else []
+    return list(dict.fromkeys([*setup.variants, *leakage]))
 
 
 def without_finished(setup: Setup, plan: list[Job]) -> list[Job]:

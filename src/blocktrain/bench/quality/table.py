@@ -39,7 +39,11 @@ PAPER_ROWS = (
     ("exact_marginal", "exact", "marginal"),
     ("exact_pool", "exact", "pool"),
 )
-OTHER_ROWS = (("fuse_same_data", "same", "fuse"), ("fuse_beside", "beside", "fuse"))
+OTHER_ROWS = (
+    ("fuse_equal_steps", "long_fusion", "fuse"),
+    ("fuse_same_data", "same", "fuse"),
+    ("fuse_beside", "beside", "fuse"),
+)
 
 
 def seed_rows(setup: Setup) -> dict[str, Any]:
