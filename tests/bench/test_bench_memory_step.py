@@ -94,7 +94,7 @@ def test_a_storage_saved_twice_counts_once_and_a_view_counts_what_it_keeps_alive
 
 def test_a_worker_holds_little_more_than_its_share() -> None:
     seen: list[float] = []
-    result = measure_memory(tiny(), depth=16, progress=seen.append)
+    result = measure_memory(tiny(batch=8), depth=16, progress=seen.append)
     assert [row["blocks"] for row in result["rows"]] == [2, 4, 8, 16]
     for row in result["rows"]:
         assert row["blocks"] * row["layers_per_block"] == 16
@@ -114,9 +114,10 @@ def test_a_worker_holds_little_more_than_its_share() -> None:
 
 
 def test_bytes_by_kind_agree_with_the_number_of_parameters() -> None:
-    config = tiny(blocks=4, layers_per_block=1)
-    result = measure_memory(config, depth=4)
-    row = result["rows"][-1]
+    config = tiny(blocks=4, layers_per_block=1, optimizer="adamw")
+    row = measure_memory(config, depth=4)["rows"][-1]
+    muon = measure_memory(config.replace(optimizer="muon"), depth=4)["rows"][-1]
+    assert muon["worker"]["optimizer"] < row["worker"]["optimizer"], "it has one moment, not two"
     block = Trainer(config, 1).block
     parameters = sum(p.numel() for p in block.parameters())
     scalars = FLOAT * len(list(block.parameters()))  # the optimizer counts steps for each parameter
