@@ -93,7 +93,7 @@ function kicker(run) {
   const parts = [
     run.run && `run ${String(run.run).slice(0, 8)}`,
     many(run.blocks ?? 0, "block") + (run.fusion ? `, the last one fuses` : ""),
-    run.steps && `${count(run.steps)} steps each`,
+    run.steps && `${count(run.steps)} steps each` + (run.fusion_steps && run.fusion_steps !== run.steps ? `, fusion ${count(run.fusion_steps)}` : ""),
     run.compression && (run.compression === "none" ? "updates uncompressed" : `${run.compression} updates`),
     run.task_seconds && `tasks of about ${duration(run.task_seconds)}`,
   ];
