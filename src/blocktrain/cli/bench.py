@@ -34,9 +34,10 @@ def quality(
     ----------
     scale
         tiny (a minute or two, to see it work), standard (bytes, width 128, 8 layers in 4 blocks,
-        1,200 steps: about two hours a seed on 2 cores), large (width 192, 12 layers in 4 blocks,
-        1,800 steps: five times the compute of standard) or small (tokens of bpe:4096, about 10
-        million parameters, context 256: hours). The last two have no rows of the paper.
+        1,200 steps: about an hour on 2 cores, 20 minutes for each further seed), large (width 192,
+        12 layers in 4 blocks, 1,800 steps: five times the compute of standard) or small (tokens of
+        bpe:4096, about 10 million parameters, context 256: hours). The last two have no rows of the
+        paper.
     data
         Corpus; by default wikitext2, and stdlib at tiny scale.
     seed
