@@ -45,6 +45,8 @@ class QualityOptions:
     settings: dict[str, Any]
     slots: int
     command: str
+    ours_only: bool = False
+    """Leave out the rows that only the first seed has."""
 
     def config(self, seed: int) -> Config:
         """The scale's settings, overridden by the given ones."""
@@ -68,8 +70,8 @@ def quality(options: QualityOptions) -> BenchResult:
             options.scale == "tiny",
             **jobs_of.ROWS[options.scale],
         )
-        if setups:
-            setup = replace(setup, **jobs_of.LATER_SEEDS)
+        if setups or options.ours_only:
+            setup = replace(setup, **jobs_of.OUR_ROWS)
         costs = jobs_of.cost_jobs(setup)  # refuses bad settings before anything is written
         _same_settings(folder, setup.base, options.source)
         _run(costs, options.slots, f"costs of seed {seed}")

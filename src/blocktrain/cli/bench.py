@@ -18,6 +18,7 @@ def quality(
     scale: Literal["tiny", "standard", "small", "large"] = "standard",
     data: str | None = None,
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
+    rows: Literal["all", "ours"] = "all",
     out: Path | None = None,
     tune: Annotated[bool, Parameter(negative=())] = False,
     readings: Annotated[list[str], Parameter(consume_multiple=True, negative=())] | None = None,
@@ -42,6 +43,9 @@ def quality(
         Corpus; by default wikitext2, and stdlib at tiny scale.
     seed
         One or more seeds, e.g. --seed 0 1 2.
+    rows
+        all, or ours: only end to end, single blocks, pool and fusion, which is a third of the time.
+        Seeds after the first have only these in any case.
     out
         Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
     tune
@@ -66,7 +70,14 @@ def quality(
     data = ("stdlib" if scale == "tiny" else "wikitext2") if data is None else data
     folder = out or Path("results") / f"quality-{scale}-{Path(data).stem}"
     options = commands.QualityOptions(
-        folder, scale, source(data), seeds, named_settings(settings), cores(), command_line()
+        folder,
+        scale,
+        source(data),
+        seeds,
+        named_settings(settings),
+        cores(),
+        command_line(),
+        ours_only=rows == "ours",
     )
     if readings:
         result = commands.readings(options, require_readings(readings))

@@ -120,8 +120,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "small": {"variants": OURS, "equal_time": ("fuse", "pool", "single_block")},
 }
 """What is trained at each scale."""
-LATER_SEEDS: dict[str, Any] = {"variants": OURS, "averaged": False}
-"""What the seeds after the first leave out of it: all but what a mean is needed of."""
+OUR_ROWS: dict[str, Any] = {"variants": OURS, "averaged": False}
+"""What the seeds after the first change in it: they train only what a mean is needed of."""
 ALONE = {"equal_end_to_end": REFERENCE, "equal_single_block": 1, **AVERAGED}
 """Variants that are one model, and its index."""
 
