@@ -267,6 +267,27 @@ def test_tasks_of_a_round_end_together(
         assert isinstance(found, Grant) and found.lease.steps == steps, found.reason
 
 
+END_TABLE = [
+    # name, speed of the fast one (s a step), its last sign of life, steps left, steps of the task
+    ("a slow worker's last task ends with the others'", 0.1, 0.0, 50, 5),
+    ("one step at least", 0.1, 0.0, 5, 1),
+    ("far from the end", 0.1, 0.0, 1000, 20),
+    ("the fast one has gone", 0.1, -1000.0, 50, 20),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "speed", "seen", "left", "steps"), END_TABLE, ids=[row[0] for row in END_TABLE]
+)
+def test_no_task_lasts_longer_than_the_fastest_needs_for_the_rest(
+    name: str, speed: float, seen: float, left: int, steps: int
+) -> None:
+    block = BlockState(steps=1000 - left)
+    state = RunState(blocks={1: block}, workers={"b": WorkerState("b", 1, seen, speed)})
+    given = asks(state, WorkerState("a", 1, 0.0, 1.0), Options(budget_steps=1000))
+    assert isinstance(given, Grant) and given.lease.steps == steps, given.reason
+
+
 def test_a_dead_worker_is_not_company() -> None:
     other = Lease(
         *(1, 0, 1, 0, 1, "b"),

@@ -235,6 +235,9 @@ def _grant(
                     min(options.poll, max(others, 0.25)), f"{reason}about {others:.1f} s"
                 )
             options = replace(options, task_seconds=min(options.task_seconds, others))
+        rest = time_to_end(now, state, options, worker, index)
+        if rest is not None:
+            options = replace(options, task_seconds=min(options.task_seconds, rest))
     plan = _plan(now, state, options, worker, index)
     if isinstance(plan, Postpone):
         return plan
@@ -368,6 +371,27 @@ def others_done_in(
     )
     ends = [min(x.finish(now), x.expires) for x in at_work]  # an upload may take any time
     return max(0.0, max(ends) - now) if ends else None
+
+
+def time_to_end(
+    now: float, state: RunState, options: Options, worker: WorkerState, index: int
+) -> float | None:
+    """Seconds that the fastest worker of a block needs for the rest of its budget; None: no end.
+
+    No task is longer: all others would wait for a slow worker's last one.
+    """
+    block = state.blocks[index]
+    left = steps_left(options, block, worker)
+    if left is None:
+        return None
+    since = now - options.alive
+    times = [
+        w.overhead + left * w.seconds_per_step * block.cost
+        for w in state.workers.values()
+        if w.seconds_per_step is not None
+        and (w.id == worker.id or (w.block == index and w.seen >= since and not w.kicked))
+    ]
+    return min(times, default=None)
 
 
 def _better_waits(

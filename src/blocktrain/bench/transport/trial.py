@@ -182,7 +182,8 @@ def _worker_job(trial: Trial, index: int, url: str, network: Sequence[Host]) -> 
     host = None if place.host is None else network[place.host]
     namespace = host.name if host and host.kind == "namespaces" else ""
     lateness = Lateness(trial.config.seed, trial.in_time, trial.most_tasks)
-    cache = trial.folder / "caches" / name
+    machine = name if place.host is None else f"host-{place.host + 1}"
+    cache = trial.folder / "caches" / machine  # the workers of a machine share what they fetch
     return WorkerJob(host.url if host else url, cache, name, namespace, lateness)
 
 
