@@ -13,15 +13,46 @@ from blocktrain.cli.flags import Json, Varied, at_least, named_settings
 from blocktrain.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class RowFlags:
+    """Which models `quality` trains."""
+
+    rows: Annotated[
+        Literal["all", "ours"],
+        Parameter(
+            help="all, or ours: only end to end, single blocks, pool and fusion, which is a third "
+            "of the time. Seeds after the first have only these in any case."
+        ),
+    ] = "all"
+    tune: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Instead, find the learning rates of reference, blocks and fusion on one grid, by "
+            "the loss on the calibration slice.",
+        ),
+    ] = False
+    readings: Annotated[
+        list[str] | None,
+        Parameter(
+            consume_multiple=True,
+            negative=(),
+            help="Instead, the paper read in every way that its text allows (all, or some by "
+            "name), each beside end to end of as many layers: where the path starts, the noise "
+            "levels, the depth of a block, and what blocks train on. All take about two hours a "
+            "seed at scale standard. What the bench without it has trained in the same folder is "
+            "taken from there.",
+        ),
+    ] = None
+
+
 def quality(
     *,
     scale: Literal["tiny", "standard", "small", "large"] = "standard",
     data: str | None = None,
     seed: Annotated[list[int], Parameter(consume_multiple=True)] | None = None,
-    rows: Literal["all", "ours"] = "all",
+    trained: Annotated[RowFlags | None, Parameter(name="*")] = None,
     out: Path | None = None,
-    tune: Annotated[bool, Parameter(negative=())] = False,
-    readings: Annotated[list[str], Parameter(consume_multiple=True, negative=())] | None = None,
     settings: Varied = None,
     json_: Json = False,
 ) -> None:
@@ -43,24 +74,14 @@ def quality(
         Corpus; by default wikitext2, and stdlib at tiny scale.
     seed
         One or more seeds, e.g. --seed 0 1 2.
-    rows
-        all, or ours: only end to end, single blocks, pool and fusion, which is a third of the time.
-        Seeds after the first have only these in any case.
     out
         Folder for weights, JSON and plot; by default results/quality-SCALE-CORPUS.
-    tune
-        Instead, find the learning rates of reference, blocks and fusion on one grid, by the loss
-        on the calibration slice.
-    readings
-        Instead, the paper read in every way that its text allows (all, or some by name), each
-        beside end to end of as many layers: where the path starts, the noise levels, the depth of
-        a block, and what blocks train on. All take about two hours a seed at scale standard. What
-        the bench without it has trained in the same folder is taken from there.
     """
     from blocktrain.bench import commands
     from blocktrain.bench.quality.readings import require_readings
 
-    if tune and readings:
+    trained = trained or RowFlags()
+    if trained.tune and trained.readings:
         raise ConfigError("--tune and --readings are two benches: call one after the other")
     seeds = tuple(seed or [0])
     if twice := [n for n in set(seeds) if seeds.count(n) > 1]:
@@ -77,12 +98,12 @@ def quality(
         named_settings(settings),
         cores(),
         command_line(),
-        ours_only=rows == "ours",
+        ours_only=trained.rows == "ours",
     )
-    if readings:
-        result = commands.readings(options, require_readings(readings))
+    if trained.readings:
+        result = commands.readings(options, require_readings(trained.readings))
     else:
-        result = commands.tune(options) if tune else commands.quality(options)
+        result = commands.tune(options) if trained.tune else commands.quality(options)
     commands.show(result, json_)
 
 
