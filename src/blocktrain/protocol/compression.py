@@ -10,7 +10,7 @@ Bounds of one element x of a delta, with s the scale of its group of 128
     int8   |error| <= s / 2, levels -127 to 127
     int4   |error| <= s / 2, levels -7 to 7
     int2   |error| <= s / 2 up to 7.5 s, with s the root mean square of a group of 512
-    topk   the same with 2.5 root mean squares
+    topk   the same with 1.75 root mean squares
 The residual is exactly what a payload lacks: sent + residual == delta + old residual.
 """
 
@@ -211,13 +211,13 @@ class Int2(Int4):
 
 
 class TopK(Int2):
-    """Only the largest values, those beyond 1.25 root mean squares of their group; zero is sent for
-    all others. zstd makes little more than one bit of each."""
+    """Only the larger values, those beyond 0.875 root mean squares of their group; zero is sent for
+    all others. zstd makes one and a half bits of each."""
 
     name = "topk"
-    step = 2.5
-    levels = 0.4
-    zstd_share = 0.32
+    step = 1.75
+    levels = 4 / 7
+    zstd_share = 0.37
 
 
 METHODS: dict[str, Compression] = {
