@@ -67,7 +67,7 @@ def quality(
     scale
         tiny (a minute or two, to see it work), standard (bytes, width 128, 8 layers in 4 blocks,
         1,200 steps: about an hour on 2 cores, 20 minutes for each further seed), large (width 192,
-        12 layers in 4 blocks, 1,800 steps: five times the compute of standard) or small (tokens of
+        12 layers in 4 blocks, 1,600 steps: four times the compute of standard) or small (tokens of
         bpe:4096, about 10 million parameters, context 256: hours). The last two have no rows of the
         paper.
     data

@@ -68,7 +68,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "blocks": 4,
         "context": 128,
         "batch": 16,
-        "steps": 1800,
+        "steps": 1600,
         "learning_rate": 4.9e-3,
         "fusion_learning_rate": 1.6e-3,
         "reference_learning_rate": 4.9e-3,
