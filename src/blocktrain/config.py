@@ -171,7 +171,7 @@ class Origin(NamedTuple):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler"},
+    "paper": {"objective": "denoise", "skip": "edm", "compose": "euler", "start": "zero"},
 }
 
 

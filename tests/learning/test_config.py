@@ -132,6 +132,8 @@ def test_settings_cannot_be_changed_in_place() -> None:
 def test_presets() -> None:
     paper = make_config({}, preset="paper")
     assert (paper.objective, paper.skip, paper.compose) == ("denoise", "edm", "euler")
+    assert paper.start == "zero"
+    assert make_config({"start": "noise"}, preset="paper").start == "noise"
     assert make_config({"skip": "exact"}, preset="paper").skip == "exact", "what is named wins"
     for preset in PRESETS:
         make_config({}, preset=preset)
