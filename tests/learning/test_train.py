@@ -14,7 +14,8 @@ from blocktrain.config import Schedule
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.model import build_independent
-from blocktrain.learning.train import REFERENCE, Trainer, learning_rate, pick_device
+from blocktrain.learning.train import REFERENCE, Trainer, pick_device
+from blocktrain.schedule import learning_rate
 from conftest import tiny_config
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {

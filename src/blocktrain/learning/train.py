@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from blocktrain.config import Config, Schedule, require_device
+from blocktrain.config import Config, require_device
 from blocktrain.errors import ConfigError, RunError
 from blocktrain.files import replace_file
 from blocktrain.learning.compose import build_block, composition_of
@@ -31,24 +31,11 @@ from blocktrain.learning.model import (
 from blocktrain.learning.objective import Draws, Loss
 from blocktrain.learning.optimizer import Optimizers
 from blocktrain.learning.shards import Batches
+from blocktrain.schedule import block_learning_rate
 
 COMPILER = ("torch._dynamo", "torch._inductor")  # modules whose errors are about compiling
 REFERENCE = 0  # the end-to-end model takes the place before block 1
 Weights = dict[str, npt.NDArray[np.float32]]
-
-
-def learning_rate(step: int, steps: int, peak: float, warmup: int, schedule: Schedule) -> float:
-    """Linear warm-up over at most a tenth of all steps, then the schedule.
-
-    Cosine and linear fall to zero and stay there.
-    """
-    warmup = min(warmup, steps // 10)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min(1.0, (step - warmup) / max(steps - warmup, 1))
-    if schedule == "cosine":
-        return peak * (1 + math.cos(math.pi * share)) / 2
-    return peak * (1 - share) if schedule == "linear" else peak
 
 
 def pick_device(name: str) -> torch.device:
@@ -160,18 +147,6 @@ class Trainer:
         """The block, if it is a fusion block."""
         return self.block if isinstance(self.block, FusionBlock) else None
 
-    @property
-    def peak(self) -> float:
-        """The peak learning rate of this kind of block."""
-        if self.index == REFERENCE:
-            return self.config.reference_learning_rate
-        return self.config.fusion_learning_rate if self.fusion else self.config.learning_rate
-
-    @property
-    def schedule(self) -> Schedule:
-        """How the learning rate of this kind of block falls from its peak."""
-        return self.config.fusion_schedule if self.fusion else self.config.schedule
-
     def read(self, sources: Sequence[IndependentBlock]) -> None:
         """Let the fusion block read newly published blocks."""
         self.sources = [source.to(self.device).requires_grad_(False) for source in sources]
@@ -203,8 +178,7 @@ class Trainer:
                 ) from None
             raise
         torch.nn.utils.clip_grad_norm_(self.block.parameters(), 1.0)
-        steps = c.steps_of(self.index)
-        self.optimizer.step(learning_rate(self.step, steps, self.peak, c.warmup, self.schedule))
+        self.optimizer.step(block_learning_rate(c, self.index, self.step))
         ce = loss.item()
         if not math.isfinite(ce):
             raise RunError(
