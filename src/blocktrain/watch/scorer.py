@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -44,15 +45,20 @@ Names = dict[str, str]  # by block: the sha256 of its weights
 
 
 def main() -> None:
-    """Answer until stdin ends. A thread reads it, to notice at once if the parent dies."""
+    """Score until stdin ends."""
     os.nice(NICE)
+    answer_lines(_answer)
+
+
+def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer until stdin ends. A thread reads it, to notice at once if the parent dies."""
     # Ctrl-C is for the coordinator, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     use_threads()
     requests: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     while True:
-        print(json.dumps(_answer(json.loads(requests.get()))), flush=True)
+        print(json.dumps(answer(json.loads(requests.get()))), flush=True)
 
 
 def _listen(requests: SimpleQueue[str]) -> None:

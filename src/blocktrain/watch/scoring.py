@@ -5,16 +5,13 @@ Nothing waits for it: if it is slow or dies, scores are missing, never updates.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from blocktrain.errors import BlockTrainError
+from blocktrain.watch.child import Child
 from blocktrain.watch.feed import Listener
 from blocktrain.watch.server import WatchedCoordinator
 
@@ -47,15 +44,13 @@ class ScoringThread:
         self._pause, self._share, self._whole_run = pause, share, whole_run
         self._news, self._settled, self._stopped = threading.Event(), threading.Event(), False
         self._listener = Listener(self._news.set, kinds=("version", "finish"))
-        self._child: subprocess.Popen[str] | None = None
-        # Guards the child: one thread starts it, another one ends it.
-        self._mutex = threading.Lock()
+        self._child = Child(MODULE)
         self._thread = threading.Thread(target=self._work, name="scores", daemon=True)
 
     @property
     def process(self) -> int | None:
         """The child's process id, if there is one."""
-        return self._child.pid if self._child else None
+        return self._child.pid
 
     def start(self) -> None:
         """Start the thread."""
@@ -69,16 +64,12 @@ class ScoringThread:
     def close(self) -> None:
         """End it and its process."""
         self._listener.closed = True
-        with self._mutex:
-            self._stopped = True
-            if self._child is not None:
-                self._child.kill()
+        self._stopped = True
+        self._child.kill()
         self._news.set()
         if self._thread.ident is not None:
             self._thread.join(5)
-        if self._child is not None:
-            with suppress(OSError), self._child:  # closes its pipes, and waits for its end
-                pass
+        self._child.close()
 
     def _work(self) -> None:
         due, failures = 0.0 if self._whole_run else time.monotonic() + self._pause, 0
@@ -86,7 +77,7 @@ class ScoringThread:
         try:
             while (request := self._next(due, scored)) is not None:
                 scored = request["weights"]
-                answer = self._ask(request)
+                answer = self._child.ask(request["ask"])
                 cost = answer.pop("processor_seconds", 0.0)
                 failures = failures + 1 if "error" in answer else 0
                 if failures >= MAX_FAILURES and not self._stopped:
@@ -152,29 +143,3 @@ class ScoringThread:
             "weights": [version.weights.sha256 for version in newest],
             "event": event,
         }
-
-    def _ask(self, request: ScoreRequest) -> dict[str, Any]:
-        """The child's answer; one that has died is replaced."""
-        with self._mutex:
-            if self._stopped:
-                return {"error": "stopped"}
-            if self._child is None or self._child.poll() is not None:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-m", MODULE],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                    process_group=0,  # Ctrl-C is not for it
-                )
-            child = self._child
-        try:
-            if child.stdin is None or child.stdout is None:
-                raise OSError("no pipes")
-            print(json.dumps(request["ask"]), file=child.stdin, flush=True)
-            if answer := child.stdout.readline():
-                return json.loads(answer)
-        except (OSError, ValueError) as error:
-            child.kill()
-            return {"error": str(error), "exit": child.wait()}
-        return {"error": f"its process ended with exit code {child.wait()}"}
