@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -90,6 +90,15 @@ class Compression(ABC):
     @abstractmethod
     def decode(self, wire: Tensors, sizes: Sequence[int], exponent: int) -> list[Array]:
         """Flat float32 tensors, of values that were checked."""
+
+    def part(self, wire: Tensors, sizes: Sequence[int], index: int) -> Tensors:
+        """What `decode` needs for one of the tensors alone. In `layout` they follow each other."""
+        before, own = self.layout(sizes[:index]), self.layout(sizes[index : index + 1])
+        starts = {name: math.prod(shape) for name, (_, shape) in before.items()}
+        return {
+            name: wire[name][starts[name] : starts[name] + math.prod(shape)]
+            for name, (_, shape) in own.items()
+        }
 
     def check(self, wire: Tensors, sizes: Sequence[int]) -> None:  # noqa: B027
         """Refuse values that `encode` never writes. They have the layout and are finite."""
@@ -182,6 +191,13 @@ class Int4(Int8):
         wire = super().encode(tensors, exponent)
         return wire | {"values": pack_nibbles(wire["values"])}
 
+    def part(self, wire: Tensors, sizes: Sequence[int], index: int) -> Tensors:
+        start = sum(sizes[:index])
+        end = start + sizes[index]
+        packed = wire["values"][start // 2 : (end + 1) // 2]
+        levels = unpack_nibbles(packed, 2 * packed.size)[start % 2 :][: sizes[index]]
+        return super().part(wire, sizes, index) | {"values": pack_nibbles(levels)}
+
     def check(self, wire: Tensors, sizes: Sequence[int]) -> None:
         check_nibbles(wire["values"], sum(sizes))
         check_scales(wire["scales"])
@@ -235,11 +251,37 @@ def require_method(name: str) -> str:
 Method = Annotated[str, AfterValidator(require_method)]  # a name in the table
 
 
+class WireTensors(Mapping[str, Array]):
+    """The tensors of a payload. Each is decoded when it is asked for, and not kept.
+
+    So many updates that are merged together need little more memory than their payloads.
+    """
+
+    def __init__(self, method: Compression, wire: Tensors, exponent: int, schema: Schema) -> None:
+        self._method, self._wire, self._exponent, self._schema = method, wire, exponent, schema
+        self._names = sorted(schema)
+        self._sizes = [schema[name].size for name in self._names]
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._schema:
+            raise KeyError(name)
+        index = self._names.index(name)
+        part = self._method.part(self._wire, self._sizes, index)
+        (flat,) = self._method.decode(part, self._sizes[index : index + 1], self._exponent)
+        return flat.reshape(self._schema[name].shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 @dataclass(frozen=True)
 class UpdateTensors:
     """The content of a payload: a delta, or (absolute) the new weights."""
 
-    tensors: Tensors
+    tensors: Mapping[str, Array]
     absolute: bool
 
 
@@ -273,7 +315,7 @@ def decompress(
     update = open_update(payload, schema, limits, method)
     if update.absolute:
         raise Refused(Code.MALFORMED, "the payload holds weights, not a delta")
-    return update.tensors
+    return dict(update.tensors)
 
 
 def add_delta(weights: Mapping[str, Array], payload: bytes) -> Tensors:
@@ -303,12 +345,9 @@ def open_update(
 ) -> UpdateTensors:
     """The content of a payload that holds exactly the schema's tensors, by the given method."""
     kind, compression, exponent, wire = _read_payload(payload, schema, limits, method)
-    names = sorted(schema)
-    parts = compression.decode(wire, [schema[name].size for name in names], exponent)
-    tensors = {
-        name: part.reshape(schema[name].shape) for name, part in zip(names, parts, strict=True)
-    }
-    return UpdateTensors(tensors, absolute=kind == "weights")
+    return UpdateTensors(
+        WireTensors(compression, wire, exponent, schema), absolute=kind == "weights"
+    )
 
 
 def _read_payload(
