@@ -19,7 +19,7 @@ import torch
 from blocktrain.audit import recompute
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import EvidenceSource, RemoteSource, RunRecord, open_folder
-from blocktrain.coordinator.merge import MergeContext, MergeOptions, Update, merge
+from blocktrain.coordinator.merging.merge import MergeContext, MergeOptions, Update, merge
 from blocktrain.errors import RunError
 from blocktrain.learning.corpus.source import Source as CorpusSource
 from blocktrain.learning.corpus.token_corpus import TokenCorpus

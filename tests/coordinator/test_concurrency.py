@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from blocktrain.coordinator.closing import merge_round
+from blocktrain.coordinator.merging.round import merge_round
 from blocktrain.errors import StorageFailed
 from blocktrain.protocol.messages import Task, Wait
 from blocktrain.protocol.refusals import Code, Refused

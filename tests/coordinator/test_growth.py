@@ -66,7 +66,7 @@ def test_steps_never_pass_the_end_of_the_schedule() -> None:
     options = Options(budget_steps=400, fixed_steps=20)
     waiting = (WaitingUpdate("x", "a", 100, 20),)
     block = BlockState(version=3, steps=390, round=RoundState(deadline=99.0, updates=waiting))
-    after = advance_block(block, frozenset({"x"}), None, options)
+    after = advance_block(block, {"x": 1.0}, None, options)
     assert after.steps == 400, "a late update of 20 steps does not make 410"
     fresh, answered = WorkerState("b", seconds_per_step=0.1), WorkerState("a", seconds_per_step=0.1)
     assert size_task(60.0, options, block, fresh).steps == 10

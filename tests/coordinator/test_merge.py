@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from blocktrain.coordinator.merge import (
+from blocktrain.coordinator.merging.merge import (
     Candidate,
     MergeContext,
     MergeOptions,
@@ -281,7 +281,9 @@ def test_later_checks_means_and_guards_have_their_place() -> None:
     plain = Steps()
     updates = [Update(i, state(ord(i)), 1) for i in "cab"]
     merged = merge(
-        MergeContext(state(1)), updates, Steps((*plain.checks, canary), largest, plain.guards)
+        MergeContext(state(1)),
+        updates,
+        Steps((*plain.checks, canary), plain.shares, largest, plain.guards),
     )
     assert (
         seen == ["a", "b", "c"]

@@ -49,6 +49,10 @@ from blocktrain.coordinator.state import (
 DEFAULT = Options()
 
 
+def equal_shares(action: CloseRound) -> dict[str, float]:
+    return dict.fromkeys(action.updates, 1 / len(action.updates))
+
+
 def lease(task: int = 1, worker: str = "a", **changes: object) -> Lease:
     made = Lease(
         task,
@@ -493,7 +497,7 @@ def test_a_fusion_block_has_a_budget_of_its_own() -> None:
     state = replace(state, blocks={**state.blocks, 2: replace(last, steps=39)})
     assert end_reason(state, options) is None
     late = replace(last, steps=39, round=RoundState(updates=(WaitingUpdate("x", "a", 9, 30),)))
-    assert advance_block(late, frozenset({"x"}), None, options).steps == 40
+    assert advance_block(late, {"x": 1.0}, None, options).steps == 40
     tokens = Options(budget_steps=100, fusion_steps=40, budget_tokens=700)
     done = {1: BlockState(tokens=500), 2: BlockState(tokens=200, fusion=True)}
     assert [spent_share(RunState(blocks=done), tokens, i) for i in done] == [1.0, 1.0]
@@ -505,7 +509,7 @@ def test_coordinated_stop_waits_for_tasks_merges_and_ends() -> None:
     state = replace(state, leases={})
     (action,), reason = decide(50.0, state, Options(target_replicas=2))
     assert isinstance(action, CloseRound) and "the run stops" in reason
-    block = advance_block(state.blocks[1], frozenset(action.updates), 2.0, Options())
+    block = advance_block(state.blocks[1], equal_shares(action), 2.0, Options())
     state = apply_version(state, 1, block, 4)
     (end,), _ = decide(50.0, state, Options(target_replicas=2))
     assert isinstance(end, Finish) and "no task is out" in end.reason
@@ -520,7 +524,7 @@ def test_advance_and_forget() -> None:
     block = BlockState(
         version=6, steps=5, tokens=7, round=RoundState(deadline=1.0, updates=updates)
     )
-    new = advance_block(block, frozenset({"x", "y"}), 1.25, Options())
+    new = advance_block(block, {"x": 0.75, "y": 0.25}, 1.25, Options())
     assert (new.version, new.steps, new.tokens, new.loss) == (7, 5 + 25, 407, 1.25)
     state = RunState(
         blocks={1: block},
@@ -572,7 +576,7 @@ def test_simulated_run_ends_and_counts_every_task_once(seed: int) -> None:
                     state = apply_version(
                         state,
                         action.block,
-                        advance_block(block, frozenset(action.updates), None, options),
+                        advance_block(block, equal_shares(action), None, options),
                         options.max_staleness,
                     )
                 else:

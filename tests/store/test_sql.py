@@ -227,7 +227,7 @@ def test_settings_that_durability_rests_on(tmp_path: Path) -> None:
 
 def test_no_torch_in_the_control_plane() -> None:
     code = (
-        "import sys, blocktrain.store.sql, blocktrain.coordinator.merge;"
+        "import sys, blocktrain.store.sql, blocktrain.coordinator.merging.merge;"
         "sys.exit('torch' in sys.modules)"
     )
     assert (

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from blocktrain.audit.corpus import CorpusCheck, read_corpus
 from blocktrain.audit.deltas import VersionChange, check_delta
@@ -23,17 +21,19 @@ from blocktrain.audit.evidence import (
     Finding,
     RunRecord,
     Totals,
+    check_manifest,
     read_verified,
     require_protocol,
 )
 from blocktrain.audit.recompute import (
-    add,
-    clip_scale,
+    Mean,
     name_of,
     narrow,
     outer_step,
     propose,
 )
+from blocktrain.audit.rules import bounds_of, check_dropped, check_used, follows_rules
+from blocktrain.audit.shares import capped_shares, plain_shares
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
@@ -54,7 +54,6 @@ from blocktrain.protocol.ledger import (
 from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
 
-OUTER = ("outer", "outer_learning_rate", "outer_momentum")
 MergedPart = tuple[ledger.Part, UpdateBody]
 
 
@@ -185,7 +184,7 @@ class Auditor:
                 self._version(entry, read_body(VersionBody, entry))
             case "round":
                 closed = read_body(RoundBody, entry)
-                self._settle(entry, closed.block, (), closed.dropped)
+                self._settle(entry, closed, ())
             case "start":
                 read_body(StartFacts, entry)
             case "expire":
@@ -348,15 +347,15 @@ class Auditor:
         if not chain or version.version != len(chain) or version.parent != chain[-1].weights.sha256:
             self.report("sequence", entry.seq, f"{name} does not follow version {len(chain) - 1}")
         self.closed[version.block] = entry.seq
-        parts = self._settle(entry, version.block, version.parts, version.dropped)
-        for _, update in parts:
-            count, tokens = self.totals.get(update.submission.worker, (0, 0))
-            self.totals[update.submission.worker] = count + 1, tokens + update.tokens
+        parts = self._settle(entry, version, version.parts)
         try:
             if chain and len(parts) == len(version.parts):
                 self._shares(entry, version, parts, name)
                 self._weights(entry, version, parts, name)
         finally:
+            for _, update in parts:
+                count, tokens = self.totals.get(update.submission.worker, (0, 0))
+                self.totals[update.submission.worker] = count + 1, tokens + update.tokens
             chain.append(
                 _Published(
                     version.weights,
@@ -370,15 +369,14 @@ class Auditor:
     def _settle(
         self,
         entry: ledger.LedgerEntry,
-        block: int,
+        closed: VersionBody | RoundBody,
         parts: Sequence[ledger.Part],
-        dropped: Mapping[str, str],
     ) -> list[MergedPart]:
         """Every update is named once, after it was accepted, in its own block.
 
         Returns the parts for which this holds.
         """
-        settled = []
+        settled, block, dropped = [], closed.block, closed.dropped
         for name, part in [*((p.update, p) for p in parts), *((name, None) for name in dropped)]:
             seq, update = self.updates.get(name, (0, None))
             if update is None or update.order.block != block:
@@ -400,8 +398,24 @@ class Auditor:
                     settled.append((part, update))
                 else:
                     self.dropped += 1
-                    self._payload(seq, update)
+                    self._left_out(entry.seq, self._payload(seq, update), update, closed)
         return settled
+
+    def _left_out(
+        self, seq: int, payload: bytes | None, update: UpdateBody, closed: VersionBody | RoundBody
+    ) -> None:
+        """The reason for which an update was left out is true."""
+        if payload is None or not self._defended or self.config is None:
+            return
+        newest = self.chains[closed.block][-1].weights
+        current = tensors.unpack(read_verified(self.source, newest))
+        base = tensors.unpack(read_verified(self.source, update.order.weights))
+        schema = tensors.schema_of(current)
+        opened = compression.open_update(payload, schema, method=update.order.compression)
+        norm = propose(current, opened, base, 1.0)[1]
+        bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
+        for sentence in check_dropped(update.id, norm, bounds, closed):
+            self.report("rule", seq, sentence)
 
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
         s = update.submission
@@ -424,11 +438,14 @@ class Auditor:
         parts: Sequence[MergedPart],
         name: str,
     ) -> None:
-        total = math.fsum(update.tokens * update.weight for _, update in parts)
-        for part, update in parts:
-            if not total or not math.isclose(
-                part.share, update.tokens * update.weight / total, rel_tol=1e-12
-            ):
+        workers = [update.submission.worker for _, update in parts]
+        counted = [
+            (worker, update.tokens * update.weight, self.totals.get(worker, (0, 0))[0])
+            for worker, (_, update) in zip(workers, parts, strict=True)
+        ]
+        shares = (capped_shares if self._defended else plain_shares)(counted)
+        for (part, _), share in zip(parts, shares, strict=True):
+            if not math.isclose(part.share, share, rel_tol=1e-12):
                 self.report(
                     "share",
                     entry.seq,
@@ -453,6 +470,11 @@ class Auditor:
                 "update", entry.seq, f"{name} names other features than its updates were trained on"
             )
 
+    @property
+    def _defended(self) -> bool:
+        """Whether the run believes nobody."""
+        return self.run is not None and bool(self.run.policy.get("defences", False))
+
     def _weights(
         self,
         entry: ledger.LedgerEntry,
@@ -462,21 +484,10 @@ class Auditor:
     ) -> None:
         before = self.chains[version.block][-1]
         current = tensors.unpack(read_verified(self.source, before.weights))
-        schema, mean, norms = tensors.schema_of(current), None, []
-        for part, update in parts:
-            payload = self._payload(self.updates[part.update][0], update)
-            if payload is None:
-                return
-            opened = compression.open_update(payload, schema, method=update.order.compression)
-            late = opened.absolute and update.order.base != version.version - 1
-            base = (
-                tensors.unpack(read_verified(self.source, update.order.weights), schema)
-                if late
-                else None
-            )
-            proposed, norm = propose(current, opened, base, part.scale)
-            mean = add(mean, part.share, proposed)
-            norms.append(norm)
+        schema, average = tensors.schema_of(current), self._average(entry, version, parts, current)
+        if average is None:
+            return
+        mean, norms = average
         if mean is None:
             self.report("weights", entry.seq, f"{name} is made of no update")
             return
@@ -509,37 +520,45 @@ class Auditor:
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
             )
-        self._rules(entry, version, norms, name)
-        for blob in filter(None, (version.weights, version.momentum, version.residual)):
-            read_verified(self.source, blob)
-
-    def _rules(
-        self, entry: ledger.LedgerEntry, version: VersionBody, norms: Sequence[float], name: str
-    ) -> None:
-        """Outer step and clip follow the run's rules, as far as the run states them.
-
-        The norms that the clip uses must be those of the updates.
-        """
-        known, scales = self.chains[version.block][-1].norms, [part.scale for part in version.parts]
-        lengths = [*known, *(norm * scale for norm, scale in zip(norms, scales, strict=True))][
-            -len(version.norms) :
-        ]
-        same = len(lengths) == len(version.norms) and np.allclose(
-            lengths, version.norms, rtol=1e-9, atol=0
-        )
-        if (after := self._rule("clip_after")) is not None:
-            clipped = [clip_scale(norm, known, self._rule("clip"), after) for norm in norms]
-            same = same and np.allclose(clipped, scales, rtol=1e-9, atol=0)
         policy = self.run.policy if self.run else {}
-        same = same and all(
-            policy.get(rule, getattr(version, rule)) == getattr(version, rule) for rule in OUTER
-        )
-        if not same:
+        if not follows_rules(version, self.chains[version.block][-1].norms, norms, policy):
             self.report(
                 "rule",
                 entry.seq,
                 f"{name} was clipped, or its outer step made, otherwise than the run's rules say",
             )
+        for blob in filter(None, (version.weights, version.momentum, version.residual)):
+            read_verified(self.source, blob)
+
+    def _average(
+        self,
+        entry: ledger.LedgerEntry,
+        version: VersionBody,
+        parts: Sequence[MergedPart],
+        current: tensors.Tensors,
+    ) -> tuple[tensors.Tensors | None, list[float]] | None:
+        """(mean of the proposals, norms of the updates); None if a payload is missing."""
+        schema, mean = tensors.schema_of(current), Mean(not self._defended)
+        norms: list[float] = []
+        for part, update in parts:
+            payload = self._payload(self.updates[part.update][0], update)
+            if payload is None:
+                return None
+            opened = compression.open_update(payload, schema, method=update.order.compression)
+            late = opened.absolute and update.order.base != version.version - 1
+            base = (
+                tensors.unpack(read_verified(self.source, update.order.weights), schema)
+                if late
+                else None
+            )
+            proposed, norm = propose(current, opened, base, part.scale)
+            if self._defended and self.config is not None:
+                bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
+                for sentence in check_used(update.id, norm, bounds, version):
+                    self.report("rule", entry.seq, sentence)
+            mean.add(update.submission.worker, part.share, proposed)
+            norms.append(norm)
+        return mean.result(), norms
 
     def finish(self, record: RunRecord) -> None:
         """The checks that need the whole ledger."""
@@ -562,17 +581,6 @@ class Auditor:
             self.report(
                 "contributions", 0, "the coordinator counts other contributions than the ledger"
             )
-        if (manifest := record.manifest) is not None and self.run is not None:
-            try:
-                verify(manifest, self.run.coordinator)
-            except Refused:
-                self.report("manifest", 0, "the manifest is not signed by the run's coordinator")
-            if (
-                manifest.number > len(record.entries)
-                or record.entries[manifest.number - 1].hash != manifest.head
-            ):
-                self.report(
-                    "manifest",
-                    manifest.number,
-                    "the ledger is not the one that the coordinator has signed",
-                )
+        if self.run is not None:
+            for number, sentence in check_manifest(record, self.run.coordinator):
+                self.report("manifest", number, sentence)

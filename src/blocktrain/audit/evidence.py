@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from blocktrain.errors import Damaged, RunError, Unreachable
 from blocktrain.protocol.calls import Calls
+from blocktrain.protocol.identity import verify
 from blocktrain.protocol.ledger import LedgerEntry, ParentRun, RunFacts
 from blocktrain.protocol.messages import PROTOCOL, Blob, Manifest
 from blocktrain.protocol.refusals import Code, Refused
@@ -67,6 +68,22 @@ class RunRecord:
     entries: tuple[LedgerEntry, ...]
     totals: Totals | None = None
     manifest: Manifest | None = None
+
+
+def check_manifest(record: RunRecord, coordinator: str) -> Iterator[tuple[int, str]]:
+    """(entry, sentence) of what is wrong with what the coordinator has signed."""
+    manifest = record.manifest
+    if manifest is None:
+        return
+    try:
+        verify(manifest, coordinator)
+    except Refused:
+        yield 0, "the manifest is not signed by the run's coordinator"
+    if (
+        manifest.number > len(record.entries)
+        or record.entries[manifest.number - 1].hash != manifest.head
+    ):
+        yield manifest.number, "the ledger is not the one that the coordinator has signed"
 
 
 @dataclass(frozen=True)

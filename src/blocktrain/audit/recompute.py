@@ -17,6 +17,8 @@ from blocktrain.protocol.ledger import VersionFacts
 from blocktrain.protocol.messages import Blob
 from blocktrain.protocol.tensors import Tensors, pack
 
+ROBUST_FROM = 5  # workers of a version whose mean is trimmed
+
 
 def propose(
     current: Tensors, opened: UpdateTensors, base: Tensors | None, scale: float
@@ -40,12 +42,46 @@ def propose(
     return values, norm
 
 
+def trimmed_mean(proposed: Sequence[tuple[float, Tensors]]) -> Tensors:
+    """Of each worker's (share, sum of share times proposal), without a fifth at either end."""
+    drop = max(1, len(proposed) // 5)
+    shares = np.array([share for share, _ in proposed])
+    mean: Tensors = {}
+    for name in proposed[0][1]:
+        rows = np.stack([total[name] / share for share, total in proposed])
+        order = np.argsort(rows, axis=0, kind="stable")[drop:-drop]
+        values, weights = np.take_along_axis(rows, order, axis=0), shares[order]
+        mean[name] = np.asarray((weights * values).sum(axis=0) / weights.sum(axis=0))
+    return mean
+
+
 def add(mean: Tensors | None, share: float, proposed: Tensors) -> Tensors:
     """One more proposal in the mean."""
     return {
         name: share * value if mean is None else mean[name] + share * value
         for name, value in proposed.items()
     }
+
+
+class Mean:
+    """Of proposals, weighted. Without trust it is the trimmed one where enough have answered."""
+
+    def __init__(self, trusting: bool) -> None:
+        self._trusting = trusting
+        self._all: Tensors | None = None
+        self._own: dict[str, tuple[float, Tensors]] = {}  # by worker
+
+    def add(self, worker: str, share: float, proposed: Tensors) -> None:
+        self._all = add(self._all, share, proposed)
+        if not self._trusting:
+            before, total = self._own.get(worker, (0.0, None))
+            self._own[worker] = before + share, add(total, share, proposed)
+
+    def result(self) -> Tensors | None:
+        """None, if nothing was added."""
+        if len(self._own) < ROBUST_FROM:
+            return self._all
+        return trimmed_mean(list(self._own.values()))
 
 
 def clip_scale(norm: float, known: Sequence[float], clip: float | None, clip_after: float) -> float:

@@ -6,7 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import floor, inf
 
+from blocktrain.coordinator.history import Standing
 from blocktrain.coordinator.rounds import (
+    awaited,
     end_reason,
     is_alive,
     mean_steps,
@@ -24,6 +26,7 @@ from blocktrain.coordinator.state import (
     RunState,
     Stop,
     WorkerState,
+    standing_of,
 )
 from blocktrain.protocol.positions import first_gap
 
@@ -68,6 +71,18 @@ def assign(
     index, reason = choose_block(now, state, options, known, held)
     if index is None:
         return Postpone(options.poll, reason)
+    waiting = sum(u.worker == worker for u in state.blocks[index].round.updates)
+    if options.defences and waiting >= options.most_waiting:
+        return Postpone(
+            options.poll, f"{waiting} of your updates wait for round {state.blocks[index].version}"
+        )
+    rounds = standing_of(state, worker).barred if options.defences else 0
+    if rounds and _count_others(now, state, options, known)[index]:
+        return Postpone(
+            options.poll,
+            "your last updates were left out for what they held: "
+            f"your next task comes after {rounds} more round(s) of block {index}",
+        )
     return _grant(now, state, options, known, (index, reason))
 
 
@@ -238,6 +253,8 @@ def _grant(
         rest = time_to_end(now, state, options, worker, index)
         if rest is not None:
             options = replace(options, task_seconds=min(options.task_seconds, rest))
+    if options.defences and options.fixed_steps is None:
+        options = _grown(options, standing_of(state, worker.id))
     plan = _plan(now, state, options, worker, index)
     if isinstance(plan, Postpone):
         return plan
@@ -248,6 +265,12 @@ def _grant(
     lease = _lease(now, state, options, worker, (index, again, size, position, deadline))
     redo = f"; again, after the lease of {again.worker} ran out" if again else ""
     return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
+
+
+def _grown(options: Options, standing: Standing) -> Options:
+    """Tasks grow with what their worker has delivered, whatever speed it has."""
+    most = max(options.first_steps, round(options.task_growth * standing.longest))
+    return replace(options, max_steps=min(options.max_steps, most))
 
 
 def _plan(
@@ -267,7 +290,8 @@ def _plan(
         )
     alone = not _count_others(now, state, options, worker)[index]
     if block.round.deadline is None and alone:
-        length = min(size.seconds / options.safety, options.longest_deadline)
+        longest = options.reopen_factor * length if options.defences else options.longest_deadline
+        length = min(size.seconds / options.safety, longest, options.longest_deadline)
         reason = f"{size.least} steps; the deadline is {length:.1f} s for its only worker"
         return replace(size, steps=size.least, reason=reason), now + length, length
     if size.seconds <= deadline - now + options.max_staleness * length:
@@ -358,11 +382,14 @@ def others_done_in(
     Tasks of a round that end together are merged together. Another one that begins from the same
     version would be late.
     """
-    version = state.blocks[index].version
+    version, waited_for = state.blocks[index].version, awaited(now, state, options, index)
     of_round = (
         x
         for x in state.leases.values()
-        if x.block == index and x.base == version and x.worker != worker.id
+        if x.block == index
+        and x.base == version
+        and x.worker != worker.id
+        and (x.worker in waited_for or not options.defences)
     )
     at_work = (
         x

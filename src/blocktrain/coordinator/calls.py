@@ -6,7 +6,7 @@ A refusal changes nothing. Nothing here imports torch.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -17,6 +17,7 @@ from blocktrain.config import Config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.closing import RoundCloser
+from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
 from blocktrain.coordinator.updates import UpdateIntake, payload_limit
@@ -35,10 +36,17 @@ SOON = 0.1  # seconds in which a version is made
 class Coordinator:
     """One run, as others call it: all of `protocol.calls.Calls` but `status`."""
 
-    def __init__(self, store: Store, identity: Identity, clock: Clock, observer: Observer) -> None:
+    def __init__(
+        self,
+        store: Store,
+        identity: Identity,
+        clock: Clock,
+        observer: Observer,
+        judge: Callable[[TrainingRun], Judge] | None = None,
+    ) -> None:
         self._clock, self._identity = clock, identity
         self.run = TrainingRun(store, identity, clock, observer)
-        self._closer = RoundCloser(self.run)
+        self._closer = RoundCloser(self.run, judge(self.run) if judge else None)
         self.intake = UpdateIntake(self.run, self._closer)
 
     @property
@@ -124,8 +132,9 @@ class Coordinator:
             old = run.state.workers.get(name)
             if old is not None and old.kicked:
                 raise Refused(Code.KICKED)
-            worker = replace(old or state.WorkerState(name), seen=now)
-            if worker.seconds_per_step is None and message.speed > 0:
+            worker = replace(old or self._returning(name, now), seen=now)
+            believed = message.speed > 0 and not run.options.defences
+            if worker.seconds_per_step is None and believed:
                 worker = replace(worker, seconds_per_step=1 / message.speed)
             notes = []
             if old is None:
@@ -149,6 +158,13 @@ class Coordinator:
                 next=self._next(now, name, message.held),
             )
 
+    def _returning(self, name: str, now: float) -> state.WorkerState:
+        """A worker that is new to this process, with what was measured of it before it left."""
+        known = self.run.known.get(name)
+        if known is None or not self.run.options.defences:
+            return state.WorkerState(name)
+        return replace(state.worker_state(known, now), block=None)
+
     def next_task(self, message: m.TaskRequest) -> m.TaskReply:
         """The next task of a worker, or why it has to wait."""
         with self._lock_run() as run:
@@ -161,7 +177,8 @@ class Coordinator:
             now = self._clock.monotonic()
             if message.leaving:
                 return m.TaskReply(next=self._leave(message.worker))
-            speed = worker.seconds_per_step if message.speed == 0 else 1 / message.speed
+            believed = message.speed > 0 and not run.options.defences
+            speed = 1 / message.speed if believed else worker.seconds_per_step
             seen = replace(worker, seen=now, seconds_per_step=speed)
             run.touch(state.with_worker(run.state, seen))
         self.tick()

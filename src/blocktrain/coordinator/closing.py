@@ -1,55 +1,40 @@
 """What is due: leases expire, rounds are extended and closed.
 
 A closed round makes its updates the next version of the block, without the run's lock.
-
-numpy only. A payload was checked when it arrived, without decoding it: many small payloads may wait
-that decode to much, so nothing decoded is kept. It is opened once, here.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from blocktrain.clock import Clock
 from blocktrain.coordinator import state
-from blocktrain.coordinator.merge import (
-    Candidate,
-    MergeContext,
-    MergeOptions,
-    MergeResult,
-    Update,
-    merge,
+from blocktrain.coordinator.merging.judge import Judge
+from blocktrain.coordinator.merging.round import (
+    Round,
+    RoundOutcome,
+    guard_version,
+    merge_round,
+    store_outcome,
 )
 from blocktrain.coordinator.rounds import advance_block, decide, decide_round, round_length
 from blocktrain.coordinator.run import Note, TrainingRun, note, short
 from blocktrain.errors import BlockTrainError, StorageFailed
-from blocktrain.protocol.compression import METHODS, Method, add_delta, compress, open_update
 from blocktrain.protocol.ledger import ExpireFacts, FinishFacts, Part, RoundFacts
-from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
+from blocktrain.protocol.messages import Blob
 from blocktrain.protocol.refusals import Refused
-from blocktrain.protocol.tensors import (
-    Schema,
-    Tensors,
-    check_finite,
-    pack,
-    schema_of,
-    unpack,
-)
-from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
-
-WaitingUpdates = Mapping[str, tuple[Submission, Order]]  # by update
+from blocktrain.store.contract import VersionRecord
 
 
 class RoundCloser:
     """Does what is due: at once where it is called, or in a thread of its own."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    def __init__(self, run: TrainingRun, judge: Judge | None = None) -> None:
+        self._run, self._judge = run, judge
         # One thread for all merges: memory for the updates of one round, and only once.
         self._merger = ThreadPoolExecutor(1, "merger")
         self._worker: ClosingThread | None = None
@@ -70,6 +55,8 @@ class RoundCloser:
 
     def close(self) -> None:
         self._merger.shutdown(wait=False)
+        if self._judge is not None:
+            self._judge.close()
 
     def tick(self) -> None:
         """Do all that is due, or have it done: expire leases, extend and close rounds, finish."""
@@ -185,10 +172,12 @@ class RoundCloser:
         with run.lock:
             parent = run.version(action.block)
             waiting = {name: run.history.waiting[name] for name in action.updates}
+            standings = run.state.standings
         method = run.policy.version_compression
-        options = (run.merge_options, method)
-        merging = self._merger.submit(merge_round, run.store, parent, waiting, *options)
-        outcome = store_outcome(run.store, merging.result(), waiting)
+        round_ = Round(run.config, parent, waiting, standings, run.merge_options, self._judge)
+        made = self._merger.submit(merge_round, run.store, round_, method).result()
+        outcome = store_outcome(run.store, made, waiting)
+        outcome = guard_version(run.store, round_, made, outcome)
         with run.lock:
             if outcome.weights is None:
                 self._reopen(action, outcome)
@@ -201,12 +190,13 @@ class RoundCloser:
         after = state.drop_updates(run.state, index, frozenset(dropped))
         seconds = round_length(run.state.blocks[index], run.options)
         kind, body = self._round_note(index, "empty", seconds, outcome.merged.reason)
-        run.save(after, [(kind, {**body, "dropped": dropped})], dropped)
+        body |= {"dropped": dropped, **outcome.evidence}
+        run.save(after, [(kind, body)], dropped)
 
     def _publish(self, action: state.CloseRound, outcome: RoundOutcome, weights: Blob) -> None:
         run, index, merged = self._run, action.block, outcome.merged
-        used = frozenset(c.update.id for c in merged.used)
-        block = advance_block(run.state.blocks[index], used, outcome.loss, run.options)
+        shares = {c.update.id: c.share for c in merged.used}
+        block = advance_block(run.state.blocks[index], shares, outcome.loss, run.options)
         record = VersionRecord(
             block=index,
             version=block.version,
@@ -230,8 +220,9 @@ class RoundCloser:
             parts=tuple(parts),
             features=outcome.features,
         )
+        body |= outcome.evidence
         after = state.apply_version(run.state, index, block, run.options.max_staleness)
-        run.save_version(after, record, body, sorted(used), outcome.dropped)
+        run.save_version(after, record, body, sorted(shares), outcome.dropped)
 
 
 class ClosingThread:
@@ -265,158 +256,3 @@ class ClosingThread:
             except BaseException as error:
                 self._failure = error
                 return
-
-
-@dataclass(frozen=True)
-class RoundOutcome:
-    """What a merge gave, with its blobs stored. Without weights there is no version."""
-
-    merged: MergeResult
-    weights: Blob | None = None
-    momentum: Blob | None = None
-    delta: Blob | None = None
-    residual: Blob | None = None
-    loss: float | None = None
-    features: tuple[BlockVersion, ...] = ()
-
-    @property
-    def dropped(self) -> dict[str, str]:
-        """Updates that are not part of the version, and why."""
-        reasons = {r.id: f"{r.code}: {r.reason}" for r in self.merged.rejected}
-        if self.weights is None:  # a guard refused the result: all that were merged are suspect
-            reasons |= {c.update.id: self.merged.reason for c in self.merged.used}
-        return reasons
-
-
-@dataclass(frozen=True)
-class MergedRound:
-    """What a merge gave. Nothing of it is stored yet."""
-
-    merged: MergeResult
-    delta: bytes | None = None  # None: the version is published whole
-    residual: Tensors = field(default_factory=dict)  # empty: the delta lacks nothing
-
-
-def merge_round(
-    store: Store,
-    parent: VersionRecord,
-    waiting: WaitingUpdates,
-    options: MergeOptions,
-    method: Method = "none",
-) -> MergedRound:
-    """The waiting updates of a block, merged. Nothing is written yet.
-
-    Of the updates only names and figures are kept. `method` is the compression of versions.
-    """
-    current = _read_tensors(store.blobs, parent.weights)
-    momentum = None if parent.momentum is None else _read_tensors(store.blobs, parent.momentum)
-    records = {u.id: u for u in store.pending(parent.block)}
-    base = _Base(current, schema_of(current), parent.version)
-    updates = [
-        _read_update(store, records[name], order, base) for name, (_, order) in waiting.items()
-    ]
-    merged = merge(MergeContext(current, options, momentum, parent.norms), updates)
-    used = (replace(c, update=replace(c.update, values={}, base=None)) for c in merged.used)
-    merged = replace(merged, used=tuple(used))
-    if merged.state is None or METHODS[method].exact:
-        return MergedRound(merged)
-    residual = None if parent.residual is None else _read_tensors(store.blobs, parent.residual)
-    own = None
-    if residual is None and (name := _own_payload(merged, waiting, options, method)) is not None:
-        own = store.blobs.read(name)
-    return compress_version(merged, current, residual, method, own)
-
-
-def _own_payload(
-    merged: MergeResult, waiting: WaitingUpdates, options: MergeOptions, method: Method
-) -> str | None:
-    """The payload of the only update, if that is just what the version adds to its parent.
-
-    Whoever has sent it need not fetch it.
-    """
-    if options.outer != "average" or len(merged.used) != 1 or merged.used[0].scale != 1:
-        return None
-    submission, order = waiting[merged.used[0].update.id]
-    return submission.payload_sha256 if order.compression == method else None
-
-
-def compress_version(
-    merged: MergeResult,
-    current: Tensors,
-    residual: Tensors | None,
-    method: Method,
-    own: bytes | None = None,
-) -> MergedRound:
-    """The version as its parent plus a delta, and what the delta lacks.
-
-    The next version gets that, so nothing is lost. `own` is a payload that is the delta already.
-    """
-    try:
-        delta, rest = (own, {}) if own else compress(merged.change, residual, method)
-        weights = add_delta(current, delta)
-        check_finite(weights)
-    except Refused as error:
-        named = ", ".join(c.update.id for c in merged.used)
-        reason = f"not published: {error}; merged were {named}"
-        return MergedRound(replace(merged, state=None, momentum=None, reason=reason))
-    if not any(tensor.any() for tensor in rest.values()):
-        rest = {}
-    return MergedRound(replace(merged, state=weights, change={}), delta, rest)
-
-
-def store_outcome(store: Store, made: MergedRound, waiting: WaitingUpdates) -> RoundOutcome:
-    """What a merge gave, made durable."""
-    merged = made.merged
-    if merged.state is None:
-        return RoundOutcome(merged)
-    used = [waiting[c.update.id] for c in merged.used]
-    features = max(
-        (order.features for _, order in used),
-        key=lambda pins: [pin.version for pin in pins],
-        default=(),
-    )
-    return RoundOutcome(
-        merged,
-        weights=_store_tensors(store.blobs, merged.state),
-        momentum=None if merged.momentum is None else _store_tensors(store.blobs, merged.momentum),
-        delta=None if made.delta is None else _store_bytes(store.blobs, made.delta),
-        residual=_store_tensors(store.blobs, made.residual) if made.residual else None,
-        loss=_mean_loss(merged.used, used),
-        features=features,
-    )
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The version that is merged into."""
-
-    tensors: Tensors
-    schema: Schema
-    version: int
-
-
-def _read_tensors(blobs: Blobs, name: str) -> Tensors:
-    return unpack(blobs.read(name))
-
-
-def _read_update(store: Store, record: UpdateRecord, order: Order, current: _Base) -> Update:
-    content = store.blobs.read(record.payload)
-    opened = open_update(content, current.schema, method=order.compression)
-    base = None
-    # Of late weights only the difference to what they started from counts.
-    if opened.absolute and record.base != current.version:
-        started = store.version(record.block, record.base)
-        base = current.tensors if started is None else _read_tensors(store.blobs, started.weights)
-    return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)
-
-
-def _store_tensors(blobs: Blobs, tensors: Tensors) -> Blob:
-    return _store_bytes(blobs, pack(tensors))
-
-
-def _store_bytes(blobs: Blobs, content: bytes) -> Blob:
-    return Blob(sha256=blobs.put(content), length=len(content))
-
-
-def _mean_loss(used: Sequence[Candidate], answers: Sequence[tuple[Submission, Order]]) -> float:
-    return sum(c.share * s.loss_after for c, (s, _) in zip(used, answers, strict=True))

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from blocktrain.config import Config, words
-from blocktrain.coordinator.merge import MergeOptions
+from blocktrain.coordinator.merging.merge import MergeOptions
 from blocktrain.coordinator.state import DAY, Options
 from blocktrain.errors import ConfigError
 from blocktrain.protocol.compression import METHODS, Method
@@ -60,6 +60,9 @@ class Policy(BaseModel):
     """Of the outer Nesterov step."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Of the outer Nesterov step."""
+    defences: bool = True
+    """Believe nothing that a member claims: bound every update, judge it on a secret sample of text
+    before it counts, and cap shares. --no-defences is for members who trust each other."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)
@@ -80,6 +83,7 @@ class Policy(BaseModel):
             task_steps=task_steps,
             clip=None,
             exclusive=True,
+            defences=False,
         )  # all workers are trusted
 
     def options(self, config: Config) -> Options:
@@ -99,6 +103,7 @@ class Policy(BaseModel):
             budget_steps=config.steps,
             fusion_steps=fusion_steps,
             budget_tokens=self.tokens,
+            defences=self.defences,
         )
 
     def merge_options(self) -> MergeOptions:
@@ -109,6 +114,7 @@ class Policy(BaseModel):
             self.outer_momentum,
             self.clip,
             self.clip_after,
+            defences=self.defences,
             changes=self.version_compression != "none",
         )
 

@@ -5,7 +5,7 @@ Pure decisions, each with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -22,6 +22,7 @@ from blocktrain.coordinator.state import (
     Options,
     RunState,
     WaitingUpdate,
+    standing_of,
 )
 
 
@@ -157,12 +158,28 @@ def target_replicas(now: float, state: RunState, options: Options, index: int) -
     """Replicas that close a round at once: as configured, or all that work or have answered."""
     if options.target_replicas is not None:
         return max(options.target_replicas, options.min_replicas)
-    working = {
-        lease.worker for lease in _open(state, index) if is_alive(now, state, options, lease.worker)
-    }
+    working = awaited(now, state, options, index)
     return max(
         len(working | {u.worker for u in state.blocks[index].round.updates}), options.min_replicas
     )
+
+
+def awaited(now: float, state: RunState, options: Options, index: int) -> set[str]:
+    """The workers whose tasks a round waits for.
+
+    A lease that is only kept alive must not hold up the others: with defences a round waits for
+    those who have delivered before, as long as there are any.
+    """
+    working = {
+        lease.worker for lease in _open(state, index) if is_alive(now, state, options, lease.worker)
+    }
+    if not options.defences:
+        return working
+    proven = {worker for worker in working if standing_of(state, worker).proven}
+    answered = {u.worker for u in state.blocks[index].round.updates}
+    if proven or any(standing_of(state, worker).proven for worker in answered):
+        return proven
+    return {worker for worker in working if not standing_of(state, worker).missed} or working
 
 
 def is_alive(now: float, state: RunState, options: Options, worker: str) -> bool:
@@ -230,16 +247,16 @@ def end_reason(state: RunState, options: Options) -> str | None:
 
 
 def advance_block(
-    block: BlockState, used: frozenset[str], loss: float | None, options: Options
+    block: BlockState, shares: Mapping[str, float], loss: float | None, options: Options
 ) -> BlockState:
-    """The block after these updates of its open round became its next version.
+    """The block after these updates of its open round became its next version, with these shares.
 
     The steps of a block are its position on its learning-rate schedule. Replicas run side by side,
     so the position moves by their mean, weighted as the merge weights them. It never moves past the
     end of the schedule: a late update repeats steps that others have made in the meantime.
     """
-    updates = sorted((u for u in block.round.updates if u.id in used), key=lambda u: u.id)
-    steps = block.steps + max(1, round(mean_steps(updates)))
+    updates = sorted((u for u in block.round.updates if u.id in shares), key=lambda u: u.id)
+    steps = block.steps + max(1, round(sum(u.steps * shares[u.id] for u in updates)))
     if (budget := step_budget(block, options)) is not None:
         steps = max(block.steps, min(steps, budget))
     return replace(

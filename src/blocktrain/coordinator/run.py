@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,8 @@ from blocktrain.clock import Clock
 from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.corpus import RunCorpus, store_corpus
-from blocktrain.coordinator.merge import MergeOptions
+from blocktrain.coordinator.history import Body, RunHistory, UpdateCounts
+from blocktrain.coordinator.merging.merge import MergeOptions
 from blocktrain.coordinator.policy import Policy, make_policy
 from blocktrain.coordinator.recovery import recover_state
 from blocktrain.coordinator.rounds import end_reason
@@ -48,7 +49,6 @@ NONCE_SECONDS = state.DAY
 by its task and payload, for ever."""
 PRUNE_SECONDS = 600.0  # how often old nonces are removed
 
-Body = dict[str, Any]  # of a ledger entry
 Note = tuple[str, Body]  # kind and body of a ledger entry that is not linked yet
 
 
@@ -70,116 +70,6 @@ class Observer(Protocol):
         """Called often, for changes that only time causes."""
 
     def close(self) -> None: ...
-
-
-@dataclass
-class UpdateCounts:
-    """Of a block or of a worker."""
-
-    accepted: int = 0
-    refused: int = 0
-    late: int = 0  # started from an older version
-    late_by_one: int = 0
-    tokens: int = 0
-
-
-@dataclass
-class RunHistory:
-    """What the run keeps at hand of its ledger. A restart reads the ledger and knows the same."""
-
-    orders: dict[int, m.Order] = field(default_factory=dict)  # by task that may still be answered
-    waiting: dict[str, tuple[m.Submission, m.Order]] = field(default_factory=dict)  # by update
-    public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
-    features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
-    """By block: the versions that its newest version was trained on."""
-    deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
-    """By block: how its last versions follow from each other."""
-    devices: dict[str, str] = field(default_factory=dict)  # by worker
-    blocks: dict[int, UpdateCounts] = field(default_factory=dict)
-    workers: dict[str, UpdateCounts] = field(default_factory=dict)
-    versions: int = 0  # made by merging
-    float32_bytes: int = 0
-    """What tasks and updates would have moved if all weights and updates were sent whole."""
-    _held: dict[str, set[str]] = field(default_factory=dict)  # by worker: weights of its last task
-    finished: bool = False
-    head: ledger.LedgerEntry | None = None
-
-    def follow(self, entry: ledger.LedgerEntry) -> Body:
-        """Take one more entry into account; its body."""
-        self.head = entry
-        body: Body = json.loads(entry.body)
-        if (take := getattr(self, f"_{entry.kind}", None)) is not None:
-            take(body)
-        return body
-
-    def _run(self, body: Body) -> None:
-        for part in ("index", "tokenizer"):
-            if (blob := body["corpus"].get(part)) is not None:
-                self.public[blob["sha256"]] = 0
-
-    def _join(self, body: Body) -> None:
-        self.devices[body["worker"]] = body["device"]
-
-    def _lease(self, body: Body) -> None:
-        order = m.Order.model_validate_json(json.dumps(body["order"]))
-        self.orders[order.task] = order
-        needed = {pin.weights.sha256: pin.weights.length for pin in order.versions}
-        held = self._held.get(body["worker"], set())
-        self.float32_bytes += sum(size for name, size in needed.items() if name not in held)
-        self._held[body["worker"]] = set(needed)
-
-    def _update(self, body: Body) -> None:
-        submission = m.Submission.model_validate_json(json.dumps(body["submission"]))
-        order = self.orders.pop(submission.task, None)
-        if order is None:
-            order = m.Order.model_validate_json(json.dumps(body["order"]))
-        self.waiting[submission.update] = (submission, order)
-        self.float32_bytes += order.weights.length
-        for counts in (
-            self.blocks.setdefault(submission.block, UpdateCounts()),
-            self.workers.setdefault(submission.worker, UpdateCounts()),
-        ):
-            counts.accepted += 1
-            counts.late += body["staleness"] > 0
-            counts.late_by_one += body["staleness"] == 1
-            counts.tokens += submission.tokens
-
-    def _version(self, body: Body) -> None:
-        block = body["block"]
-        self.versions += body["version"] > 0
-        for part in ("weights", "momentum", "delta", "residual"):
-            if body[part] is not None:
-                self.public[body[part]["sha256"]] = block
-        if body["delta"] is not None:
-            self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
-                m.VersionDelta(
-                    block=block,
-                    version=body["version"],
-                    parent=body["parent"],
-                    weights=body["weights"]["sha256"],
-                    delta=m.Blob(**body["delta"]),
-                )
-            )
-        self.features[block] = tuple(
-            m.BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"]
-        )
-        self._settle(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
-
-    def _round(self, body: Body) -> None:
-        self._settle(body["block"], body.get("dropped", ()))
-
-    def _finish(self, _: Body) -> None:
-        self.finished = True
-
-    def _settle(self, block: int, updates: Iterable[str]) -> None:
-        """Payloads can be read once their round is closed, when copying them is of no use."""
-        for name in updates:
-            submission, _ = self.waiting.pop(name)
-            self.public[submission.payload_sha256] = block
-
-    def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
-        for task in [t for t in self.orders if t not in open_tasks]:
-            del self.orders[task]
 
 
 class TrainingRun:
@@ -276,6 +166,7 @@ class TrainingRun:
         stored = self.store.recover(state.KEPT_TIMES)
         recovered = recover_state(stored, now, self.config.fusion)
         self.state = replace(recovered, stopping=self.history.finished)
+        self._look_at_standings()
         self.known = {worker.id: worker for worker in self.store.workers()}
         self.history.forget_orders(self.state.leases)
         leases = self.state.leases.values()
@@ -540,6 +431,7 @@ class TrainingRun:
         self.traffic.settle()
         self.known.update((worker.id, worker) for worker in changes.workers)
         bodies = [(entry.kind, self.history.follow(entry)) for entry in entries]
+        self._look_at_standings()
         if len(self.history.orders) > 2 * len(after.leases) + 64:
             self.history.forget_orders(after.leases)
         for kind, body in bodies:
@@ -547,6 +439,12 @@ class TrainingRun:
             self.observer.on_commit(
                 self, kind, {**body, "sentence": sentence} if sentence else body
             )
+
+    def _look_at_standings(self) -> None:
+        """Decisions see what the ledger says of every member."""
+        if self.history.restood:
+            self.state = replace(self.state, standings=dict(self.history.standings))
+            self.history.restood = False
 
     def pass_time(self, now: float) -> None:
         """What is due by time alone. Called often."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
+from blocktrain.coordinator.history import NEWCOMER, Standing
 from blocktrain.protocol.positions import Ranges, add_range
 from blocktrain.store.contract import (
     Changes,
@@ -79,6 +80,9 @@ class Options:
         False  # one lease per block, each task from the version that the last one made
     )
     poll: float = 5.0  # longest wait before a worker asks again
+    defences: bool = False  # nothing that a member claims is believed, and its standing counts
+    most_waiting: int = 4  # updates of one worker in an open round
+    task_growth: float = 4.0  # steps of a task at most, in those of its worker's longest merged one
 
     @classmethod
     def exact(cls, task_steps: int, steps: int, fusion_steps: int | None = None) -> Self:
@@ -202,6 +206,7 @@ class RunState:
     workers: Mapping[str, WorkerState] = field(default_factory=dict)
     next_task: int = 1
     stopping: bool = False
+    standings: Mapping[str, Standing] = field(default_factory=dict)  # of all who ever joined
 
 
 @dataclass(frozen=True)
@@ -288,6 +293,11 @@ class Stop:
 
 
 Assignment = Grant | Postpone | Stop
+
+
+def standing_of(state: RunState, worker: str) -> Standing:
+    """What the ledger says of a worker."""
+    return state.standings.get(worker, NEWCOMER)
 
 
 def with_block(state: RunState, index: int, block: BlockState) -> RunState:

@@ -257,7 +257,16 @@ class UpdateBody(UpdateFacts):
     tokens: Count
 
 
-class VersionBody(VersionFacts):
+class Evidence(Message):
+    """On what text updates were judged, and what came of it."""
+
+    canary: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """The seed of the text; None: members are trusted."""
+    gains: dict[Sha256, tuple[float, float]] = Field(default_factory=dict)
+    """By update: how much the loss fell, and how much that may be off."""
+
+
+class VersionBody(VersionFacts, Evidence):
     """version, with what else it settled."""
 
     dropped: dict[Sha256, str] = Field(default_factory=dict)
@@ -266,7 +275,7 @@ class VersionBody(VersionFacts):
     norms: tuple[float, ...]
 
 
-class RoundBody(RoundFacts):
+class RoundBody(RoundFacts, Evidence):
     """round, with the updates that were left out of it."""
 
     dropped: dict[Sha256, str] = Field(default_factory=dict)

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blocktrain.coordinator.history import Body
 from blocktrain.coordinator.rounds import is_alive, target_replicas
-from blocktrain.coordinator.run import Body
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch.feed import Feed

@@ -25,6 +25,7 @@ from blocktrain.protocol.status import Status
 from blocktrain.store.open import open_store
 from blocktrain.watch import stream
 from blocktrain.watch.feed import EVENTS, Feed
+from blocktrain.watch.judging import ProcessJudge
 from blocktrain.watch.metrics import CoordinatorMetrics
 from blocktrain.watch.narrator import Narrator
 from blocktrain.watch.status import status_of
@@ -54,7 +55,9 @@ def open_coordinator(
         if corpus is not None:
             restore_shards(store.blobs, corpus)
         identity, feed = open_identity(folder / "coordinator.pem"), Feed(folder / EVENTS)
-        coordinator = WatchedCoordinator(store, identity, clock or SystemClock(), Narrator(feed))
+        coordinator = WatchedCoordinator(
+            store, identity, clock or SystemClock(), Narrator(feed), ProcessJudge
+        )
         coordinator.feed = feed
     except BaseException:
         store.close()

@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
+from blocktrain.coordinator.history import UpdateCounts
 from blocktrain.coordinator.rounds import decide_round, is_alive, round_length, target_replicas
-from blocktrain.coordinator.run import TrainingRun, UpdateCounts
+from blocktrain.coordinator.run import TrainingRun
 from blocktrain.coordinator.state import Lease, RunState, WorkerState, remaining
 from blocktrain.coordinator.traffic import NO_TRAFFIC
 from blocktrain.protocol.messages import PROTOCOL

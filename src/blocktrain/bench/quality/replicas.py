@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from blocktrain.config import Config
-from blocktrain.coordinator.merge import MergeContext, Update, merge
+from blocktrain.coordinator.merging.merge import MergeContext, Update, merge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import RunError
 from blocktrain.learning.model import Block

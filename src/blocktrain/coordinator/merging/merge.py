@@ -8,10 +8,10 @@ worker that does not compress sends its new weights (`absolute`). Where these st
 version they are the proposal: one replica with plain averaging gives the worker's bytes. Compressed
 deltas, and late absolute weights, become proposals in float64: current + delta.
 
-Order: `checks` on each update (shape, finite, norm clip; a canary belongs here), `combine`
-(weighted mean; a robust mean belongs here), the outer step, then `guards` on the result. Only
-elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS is not: its order of sums
-depends on the machine.
+Order: `checks` on each update (shape, finite, bounds, canary, norm clip), the shares, `combine`
+(weighted mean, or the trimmed mean of five workers and more), the outer step, then `guards` on the
+result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS is not: its
+order of sums depends on the machine.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class MergeOptions:
     clip: float | None = 3.0  # longest norm of a delta, in running medians; None: as it comes
     clip_after: int = 5  # norms that must be known before any is clipped
     kept_norms: int = 32  # norms that the running median is taken from
+    defences: bool = False  # bounds, capped shares and a robust mean: not every member is trusted
     changes: bool = False  # whether the change from the current version is wanted, too
 
     def __post_init__(self) -> None:
@@ -56,6 +57,12 @@ class Update:
     weight: float = 1.0  # of staleness
     absolute: bool = False
     base: State | None = None  # what late absolute weights started from; None: the current version
+    worker: str = ""
+    newcomer: bool = False
+    steps: int = 1
+    bounds: tuple[float, float] = (0.0, math.inf)  # shortest and longest norm of honest steps
+    gain: float | None = None  # loss on the canary: parent less proposal; None: not judged
+    noise: float = 0.0  # that a gain may be off by
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,11 @@ class MergeResult:
 Check = Callable[[MergeContext, Candidate], Candidate | RejectedUpdate]
 Combine = Callable[[MergeContext, Sequence[Candidate], str], Wide]
 Guard = Callable[[MergeContext, State, Sequence[Candidate]], str | None]
+Shares = Callable[[Sequence[Update]], list[float]]
+
+ROBUST_FROM = 5  # workers
+LARGEST = 2.0  # weight of a worker in a merge, in medians of all workers' weights
+NEWCOMERS = 0.2  # share of all newcomers together, where others have answered as well
 
 
 def check_shape(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
@@ -152,8 +164,8 @@ def check_finite(before: MergeContext, candidate: Candidate) -> Candidate | Reje
     return candidate
 
 
-def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
-    """A delta much longer than the block's usual ones is shortened; its weight stays."""
+def measure_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """How long the delta is."""
     squares = []
     for name in sorted(before.current):
         if _is_float(before.current[name]):
@@ -164,10 +176,72 @@ def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | Rejecte
         return RejectedUpdate(
             candidate.update.id, "not_finite", "the length of the update is not finite"
         )
-    o = before.options
+    return replace(candidate, norm=norm)
+
+
+def bound_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """As long as so many steps at this learning rate make a delta, not longer and not shorter.
+
+    It needs no earlier update, so it holds from the first one on. It also keeps the running median
+    of the clip from being pulled to zero.
+    """
+    update, norm, (shortest, longest) = candidate.update, candidate.norm, candidate.update.bounds
+    made = f"a change of {norm:.3g}; {update.steps} steps change"
+    if norm > longest:
+        return RejectedUpdate(update.id, "too_long", f"{made} at most {longest:.3g}")
+    if norm < shortest:
+        return RejectedUpdate(update.id, "no_change", f"{made} at least {shortest:.3g}")
+    return candidate
+
+
+def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """On text that its worker could not know beforehand the update does no harm."""
+    gain, noise = candidate.update.gain, candidate.update.noise
+    if gain is not None and not gain >= -noise:
+        return RejectedUpdate(
+            candidate.update.id,
+            "worse",
+            f"the loss on a secret sample of text rose by {-gain:.3g} (noise {noise:.3g})",
+        )
+    return candidate
+
+
+def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """A delta much longer than the block's usual ones is shortened; its weight stays."""
+    o, norm = before.options, candidate.norm
     known = before.norms[-o.kept_norms :]
     limit = math.inf if o.clip is None or len(known) < o.clip_after else o.clip * median(known)
-    return replace(candidate, norm=norm, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
+    return replace(candidate, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
+
+
+def plain_shares(updates: Sequence[Update]) -> list[float]:
+    """By tokens times staleness weight."""
+    total = math.fsum(u.tokens * u.weight for u in updates)
+    return [u.tokens * u.weight / total for u in updates]
+
+
+def capped_shares(updates: Sequence[Update]) -> list[float]:
+    """By tokens times staleness weight, but nobody decides alone.
+
+    The updates of one worker count as its largest one. No worker weighs more than twice the median.
+    Newcomers together have at most a fifth where others have answered as well.
+    """
+    own: dict[str, list[float]] = {}
+    for u in updates:
+        own.setdefault(u.worker, []).append(u.tokens * u.weight)
+    usual = median([max(weights) for weights in own.values()] or [0.0])
+    factor = {
+        worker: min(max(weights), LARGEST * usual) / math.fsum(weights)
+        for worker, weights in own.items()
+    }
+    weights = [u.tokens * u.weight * factor[u.worker] for u in updates]
+    fresh = math.fsum(w for u, w in zip(updates, weights, strict=True) if u.newcomer)
+    others = math.fsum(weights) - fresh
+    if fresh > 0 and others > 0:
+        scale = min(1.0, NEWCOMERS / (1 - NEWCOMERS) * others / fresh)
+        weights = [w * scale if u.newcomer else w for u, w in zip(updates, weights, strict=True)]
+    total = math.fsum(weights)
+    return [w / total for w in weights]
 
 
 def weighted_mean(before: MergeContext, candidates: Sequence[Candidate], name: str) -> Wide:
@@ -181,6 +255,33 @@ def weighted_mean(before: MergeContext, candidates: Sequence[Candidate], name: s
     return mean
 
 
+def trimmed_mean(before: MergeContext, candidates: Sequence[Candidate], name: str) -> Wide:
+    """The weighted mean of each weight, without the extreme fifths of the workers' proposals."""
+    own: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        own.setdefault(candidate.update.worker, []).append(candidate)
+    shares = [sum(c.share for c in mine) for mine in own.values()]
+    proposals = np.stack(
+        [
+            weighted_mean(before, mine, name) / share
+            for mine, share in zip(own.values(), shares, strict=True)
+        ]
+    )
+    weights = np.array(shares).reshape((-1,) + (1,) * (proposals.ndim - 1))
+    drop = max(1, len(own) // 5)
+    inner = np.argsort(proposals, axis=0, kind="stable")[drop:-drop]
+    weights = np.take_along_axis(np.broadcast_to(weights, proposals.shape), inner, axis=0)
+    values = np.take_along_axis(proposals, inner, axis=0)
+    return np.asarray((weights * values).sum(axis=0) / weights.sum(axis=0))
+
+
+def robust_mean(before: MergeContext, candidates: Sequence[Candidate], name: str) -> Wide:
+    """The trimmed mean where at least five workers have answered, else the weighted mean."""
+    workers = len({c.update.worker for c in candidates})
+    combine = trimmed_mean if workers >= ROBUST_FROM else weighted_mean
+    return combine(before, candidates, name)
+
+
 def guard_finite(before: MergeContext, state: State, used: Sequence[Candidate]) -> str | None:
     """Finite updates can still add up to an overflow."""
     bad = [name for name in sorted(state) if not np.isfinite(state[name]).all()]
@@ -189,23 +290,35 @@ def guard_finite(before: MergeContext, state: State, used: Sequence[Candidate]) 
 
 @dataclass(frozen=True)
 class Steps:
-    """The merge as an ordered list: checks before, how to combine, guards after."""
+    """The merge as an ordered list: checks before, shares, how to combine, guards after."""
 
-    checks: tuple[Check, ...] = (check_shape, check_finite, clip_norm)
+    checks: tuple[Check, ...] = (check_shape, check_finite, measure_norm, clip_norm)
+    shares: Shares = plain_shares
     combine: Combine = weighted_mean
     guards: tuple[Guard, ...] = (guard_finite,)
+
+
+TRUSTING = Steps()
+BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm)
+"""The checks that need no text."""
+DEFENDED = Steps(
+    checks=(*BOUNDED, check_gain, clip_norm),
+    shares=capped_shares,
+    combine=robust_mean,
+)
 
 
 def merge(
     before: MergeContext, updates: Sequence[Update], steps: Steps | None = None
 ) -> MergeResult:
     """The next version of a block from all updates of its round."""
-    steps = steps or Steps()
+    steps = steps or (DEFENDED if before.options.defences else TRUSTING)
     ordered = sorted(updates, key=lambda u: u.id)
     if len({u.id for u in ordered}) != len(ordered):
         raise ValueError("the same update twice in one merge")
-    passed, rejected = _run_checks(before, ordered, steps.checks)
-    used = _shares(passed)
+    passed, rejected = run_checks(before, ordered, steps.checks)
+    shares = steps.shares([c.update for c in passed])
+    used = tuple(replace(c, share=share) for c, share in zip(passed, shares, strict=True))
     if not used:
         return MergeResult(
             None,
@@ -241,9 +354,10 @@ def merge(
     )
 
 
-def _run_checks(
+def run_checks(
     before: MergeContext, updates: Sequence[Update], checks: Sequence[Check]
 ) -> tuple[list[Candidate], tuple[RejectedUpdate, ...]]:
+    """(what passed all checks, what did not)."""
     passed: list[Candidate] = []
     rejected: list[RejectedUpdate] = []
     for update in updates:
@@ -256,12 +370,6 @@ def _run_checks(
         else:
             rejected.append(candidate)
     return passed, tuple(rejected)
-
-
-def _shares(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """By tokens times staleness weight."""
-    total = math.fsum(c.update.tokens * c.update.weight for c in candidates)
-    return tuple(replace(c, share=c.update.tokens * c.update.weight / total) for c in candidates)
 
 
 def proposal(before: MergeContext, candidate: Candidate, name: str) -> Wide:

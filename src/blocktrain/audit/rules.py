@@ -1,0 +1,80 @@
+"""Whether updates were used, clipped and left out by the run's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from blocktrain.audit.recompute import clip_scale
+from blocktrain.config import Config
+from blocktrain.protocol.ledger import Evidence, RoundBody, UpdateBody, VersionBody
+from blocktrain.schedule import change_bounds
+
+OUTER = ("outer", "outer_learning_rate", "outer_momentum")
+ROUNDING = 1e-6
+
+
+def bounds_of(config: Config, update: UpdateBody, parameters: int) -> tuple[float, float]:
+    """Shortest and longest change that may be used."""
+    first = update.order.start_step
+    made = range(first, first + update.submission.steps)
+    return change_bounds(config, update.order.block, made, parameters)
+
+
+def check_used(
+    name: str, norm: float, bounds: tuple[float, float], evidence: Evidence
+) -> Iterator[str]:
+    """What is wrong with the use of an update."""
+    shortest, longest = bounds
+    if not shortest * (1 - ROUNDING) <= norm <= longest * (1 + ROUNDING):
+        yield f"update {name[:12]}... is used with a change of {norm:.3g}, against the bounds"
+    gain, noise = evidence.gains.get(name, (0.0, 0.0))
+    if gain < -noise:
+        yield f"update {name[:12]}... is used, although it was judged to do harm"
+    if evidence.canary is not None and name not in evidence.gains:
+        yield f"update {name[:12]}... is used, and was not judged"
+
+
+def check_dropped(
+    name: str, norm: float, bounds: tuple[float, float], closed: VersionBody | RoundBody
+) -> Iterator[str]:
+    """What is wrong with the reason for which an update was left out."""
+    shortest, longest = bounds
+    code, _, _ = closed.dropped[name].partition(":")
+    gain, noise = closed.gains.get(name, (0.0, 0.0))
+    wrong = {
+        "too_long": norm < longest * (1 - ROUNDING),
+        "no_change": norm > shortest * (1 + ROUNDING),
+        "worse": gain >= -noise,
+    }
+    if wrong.get(code, False):
+        yield f"update {name[:12]}... was left out as {code}, and is not"
+
+
+def follows_rules(
+    version: VersionBody, known: Sequence[float], norms: Sequence[float], policy: Mapping[str, Any]
+) -> bool:
+    """Whether clip and outer step are the run's, as far as it states them.
+
+    The norms that the clip uses (`known`, and then `norms`) must be those of the updates.
+    """
+    scales = [part.scale for part in version.parts]
+    clipped = [norm * scale for norm, scale in zip(norms, scales, strict=True)]
+    lengths = [*known, *clipped][-len(version.norms) :]
+    same = len(lengths) == len(version.norms) and np.allclose(
+        lengths, version.norms, rtol=1e-9, atol=0
+    )
+    after, clip = (_number(policy, name) for name in ("clip_after", "clip"))
+    if after is not None:
+        expected = [clip_scale(norm, known, clip, after) for norm in norms]
+        same = same and np.allclose(expected, scales, rtol=1e-9, atol=0)
+    return bool(same) and all(
+        policy.get(rule, getattr(version, rule)) == getattr(version, rule) for rule in OUTER
+    )
+
+
+def _number(policy: Mapping[str, Any], name: str) -> float | None:
+    value = policy.get(name)
+    return value if isinstance(value, int | float) else None

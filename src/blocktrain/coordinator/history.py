@@ -1,0 +1,211 @@
+"""What the run keeps at hand of its ledger: orders, payloads, deltas, counts and standings.
+
+Standing says how far a member is trusted, and when it gets no tasks. It grows slowly, with updates
+that became part of a version, and falls at once. Nothing that a member says of itself counts here.
+A restart, and the audit, read the same from the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from blocktrain.protocol import ledger
+from blocktrain.protocol import messages as m
+
+Body = dict[str, Any]  # of a ledger entry
+
+PROBATION = 3  # merged updates before a member is no newcomer any more
+BARRED_AFTER = 2  # updates in a row that were left out for what they held
+LONGEST_BAR = 6  # a member sits out at most 2 ** this many rounds
+FAULTS = ("not_finite", "wrong_shape", "too_long", "no_change", "worse")
+"""Codes of updates that were left out for what they held."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One member, as far as the ledger goes."""
+
+    merged: int = 0
+    longest: int = 0  # steps of its longest merged update
+    missed: int = 0  # leases in a row that ran out without an update
+    faults: int = 0  # left out for what it held, less those merged since
+    block: int = 0  # of its last fault
+    barred: int = 0  # rounds of that block that it still has to sit out
+
+    @property
+    def proven(self) -> bool:
+        """Whether a round may wait for it."""
+        return self.merged > 0 and self.missed == 0 and self.faults == 0
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether it has too little behind it to weigh as much as others."""
+        return self.merged < PROBATION
+
+    def after_update(self) -> Standing:
+        """It has answered a task."""
+        return replace(self, missed=0)
+
+    def after_merge(self, steps: int) -> Standing:
+        """Its update became part of a version."""
+        faults = max(0, self.faults - 1)
+        return replace(
+            self, merged=self.merged + 1, longest=max(self.longest, steps), faults=faults
+        )
+
+    def after_drop(self, block: int, reason: str) -> Standing:
+        """Its update was left out. If that was for what it held, its tasks are small again."""
+        if not reason.startswith(FAULTS):
+            return self
+        faults = self.faults + 1
+        barred = 2 ** min(faults, LONGEST_BAR) if faults >= BARRED_AFTER else 0
+        return replace(self, longest=0, faults=faults, block=block, barred=barred)
+
+    def after_miss(self) -> Standing:
+        """A lease of it ran out."""
+        return replace(self, missed=self.missed + 1)
+
+    def after_version(self, block: int) -> Standing:
+        """A block has a new version."""
+        if block != self.block or not self.barred:
+            return self
+        return replace(self, barred=self.barred - 1)
+
+
+NEWCOMER = Standing()
+
+
+@dataclass
+class UpdateCounts:
+    """Of a block or of a worker."""
+
+    accepted: int = 0
+    refused: int = 0
+    late: int = 0  # started from an older version
+    late_by_one: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class RunHistory:
+    """What the run keeps at hand of its ledger. A restart reads the ledger and knows the same."""
+
+    orders: dict[int, m.Order] = field(default_factory=dict)  # by task that may still be answered
+    waiting: dict[str, tuple[m.Submission, m.Order]] = field(default_factory=dict)  # by update
+    public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
+    features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
+    """By block: the versions that its newest version was trained on."""
+    deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
+    """By block: how its last versions follow from each other."""
+    devices: dict[str, str] = field(default_factory=dict)  # by worker
+    blocks: dict[int, UpdateCounts] = field(default_factory=dict)
+    workers: dict[str, UpdateCounts] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
+    restood: bool = True  # whether `standings` changed since they were last looked at
+    barred: set[str] = field(default_factory=set)
+    versions: int = 0  # made by merging
+    float32_bytes: int = 0
+    """What tasks and updates would have moved if all weights and updates were sent whole."""
+    _held: dict[str, set[str]] = field(default_factory=dict)  # by worker: weights of its last task
+    finished: bool = False
+    head: ledger.LedgerEntry | None = None
+
+    def follow(self, entry: ledger.LedgerEntry) -> Body:
+        """Take one more entry into account; its body."""
+        self.head = entry
+        body: Body = json.loads(entry.body)
+        if (take := getattr(self, f"_{entry.kind}", None)) is not None:
+            take(body)
+        return body
+
+    def _run(self, body: Body) -> None:
+        for part in ("index", "tokenizer"):
+            if (blob := body["corpus"].get(part)) is not None:
+                self.public[blob["sha256"]] = 0
+
+    def _join(self, body: Body) -> None:
+        self.devices[body["worker"]] = body["device"]
+
+    def _lease(self, body: Body) -> None:
+        order = m.Order.model_validate_json(json.dumps(body["order"]))
+        self.orders[order.task] = order
+        needed = {pin.weights.sha256: pin.weights.length for pin in order.versions}
+        held = self._held.get(body["worker"], set())
+        self.float32_bytes += sum(size for name, size in needed.items() if name not in held)
+        self._held[body["worker"]] = set(needed)
+
+    def _update(self, body: Body) -> None:
+        submission = m.Submission.model_validate_json(json.dumps(body["submission"]))
+        order = self.orders.pop(submission.task, None)
+        if order is None:
+            order = m.Order.model_validate_json(json.dumps(body["order"]))
+        self.waiting[submission.update] = (submission, order)
+        self._stand(submission.worker, Standing.after_update)
+        self.float32_bytes += order.weights.length
+        for counts in (
+            self.blocks.setdefault(submission.block, UpdateCounts()),
+            self.workers.setdefault(submission.worker, UpdateCounts()),
+        ):
+            counts.accepted += 1
+            counts.late += body["staleness"] > 0
+            counts.late_by_one += body["staleness"] == 1
+            counts.tokens += submission.tokens
+
+    def _version(self, body: Body) -> None:
+        block = body["block"]
+        self.versions += body["version"] > 0
+        for part in ("weights", "momentum", "delta", "residual"):
+            if body[part] is not None:
+                self.public[body[part]["sha256"]] = block
+        if body["delta"] is not None:
+            self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
+                m.VersionDelta(
+                    block=block,
+                    version=body["version"],
+                    parent=body["parent"],
+                    weights=body["weights"]["sha256"],
+                    delta=m.Blob(**body["delta"]),
+                )
+            )
+        self.features[block] = tuple(
+            m.BlockVersion.model_validate_json(json.dumps(pin)) for pin in body["features"]
+        )
+        if body["version"] > 0:
+            for worker in tuple(self.barred):
+                self._stand(worker, Standing.after_version, block)
+        for part in body["parts"]:
+            submission = self._settle(block, part["update"])
+            self._stand(submission.worker, Standing.after_merge, submission.steps)
+        self._drop(block, body["dropped"])
+
+    def _round(self, body: Body) -> None:
+        self._drop(body["block"], body.get("dropped", {}))
+
+    def _expire(self, body: Body) -> None:
+        self._stand(body["worker"], Standing.after_miss)
+
+    def _drop(self, block: int, reasons: Mapping[str, str]) -> None:
+        for name, reason in reasons.items():
+            self._stand(self._settle(block, name).worker, Standing.after_drop, block, reason)
+
+    def _stand(self, worker: str, change: Callable[..., Standing], *facts: Any) -> None:
+        standing = change(self.standings.get(worker, NEWCOMER), *facts)
+        self.standings[worker], self.restood = standing, True
+        (self.barred.add if standing.barred else self.barred.discard)(worker)
+
+    def _finish(self, _: Body) -> None:
+        self.finished = True
+
+    def _settle(self, block: int, update: str) -> m.Submission:
+        """Payloads can be read once their round is closed, when copying them is of no use."""
+        submission, _ = self.waiting.pop(update)
+        self.public[submission.payload_sha256] = block
+        return submission
+
+    def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
+        for task in [t for t in self.orders if t not in open_tasks]:
+            del self.orders[task]

@@ -1,0 +1,1 @@
+"""How the updates of a round become the next version of a block."""
