@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from blocktrain.watch.stream import find_log, replay_app
 from blocktrain.web.client import HttpClient
 from blocktrain.web.server import AppServer, Where
 from support.browser import CHROMIUM, Visit, a_log, as_lines, browsing, visiting
-from support.fake_worker import OPERATOR, TOKEN, FakeWorker, as_task, begin
+from support.fake_worker import OPERATOR, TOKEN, FakeWorker, as_task, begin, beginning
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -62,6 +62,11 @@ class Site:
                 bytes_in=live.traffic.total[0],
                 bytes_out=live.traffic.total[1],
             )
+
+
+ASK = """async ([url, options]) => {
+  try { return await (await fetch(url, options)).text(); } catch { return "failed"; }
+}"""
 
 
 @contextmanager
@@ -363,6 +368,37 @@ def test_a_served_log_is_replayed_without_a_coordinator(browser: Browser, tmp_pa
             assert visit.complaints == []
     finally:
         server.stop()
+
+
+def test_a_page_from_elsewhere_reads_and_changes_nothing(browser: Browser, tmp_path: Path) -> None:
+    """Of a coordinator without a token: by its address, and under a name that points here."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "events.jsonl").write_text(as_lines(a_log(versions=1)))
+    elsewhere = AppServer(replay_app(tmp_path / "elsewhere" / "events.jsonl"), Where())
+    elsewhere.start()
+    with (
+        beginning(tmp_path / "run") as coordinator,
+        serve_coordinator(coordinator, Listen()) as url,
+        browser.new_context(bypass_csp=True) as context,
+    ):
+        page = context.new_page()
+        page.goto(elsewhere.url)
+        notice = {"address": "192.0.2.1:1", "model": "ab" * 32}
+        for path, options in (
+            ("/v1/status", {}),
+            ("/v1/events", {"mode": "no-cors"}),
+            ("/v1/stages", {"mode": "no-cors", "method": "POST", "body": json.dumps(notice)}),
+        ):
+            said = page.evaluate(ASK, [url + path, options])
+            assert said in ("failed", ""), said
+        assert coordinator.run.refusals[Code.WRONG_ORIGIN] == 3
+        rebound = url.replace("127.0.0.1", "rebound.example")
+        answer = page.goto(rebound)
+        assert answer is not None and answer.status == 421
+        assert "wrong_host" in page.evaluate(ASK, [f"{rebound}/v1/status", {}])
+        with closing(HttpClient(url)) as client:
+            assert client.stages().stages == () and client.status().state == "running"
+    elsewhere.stop()
 
 
 def test_text_from_others_stays_text(browser: Browser, site: Site) -> None:

@@ -20,7 +20,7 @@ from backports import zstd
 
 from blocktrain.clock import SimulatedClock
 from blocktrain.errors import Conflict, Damaged, RunError, Unreachable
-from blocktrain.protocol import compression, tensors
+from blocktrain.protocol import calls, compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import new_identity
 from blocktrain.protocol.refusals import RULES, Code
@@ -65,7 +65,7 @@ class Place:
         return self.http.post(
             path,
             content=message if isinstance(message, bytes) else m.write(message),
-            headers=headers,
+            headers={"Content-Type": calls.JSON, **headers},
         )
 
     def put(
@@ -79,6 +79,7 @@ class Place:
         headers = {
             m.TICKET_HEADER: ticket or task.ticket,
             m.DIGEST_HEADER: sha256(content) if digest is None else digest,
+            "Content-Type": calls.BYTES,
         }
         return self.http.put(f"/v1/uploads/{task.task}/{index}", content=content, headers=headers)  # type: ignore[arg-type]
 
@@ -686,10 +687,14 @@ def test_a_body_that_comes_in_drops_is_given_up(
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.4)
     monkeypatch.setattr(guard, "MIN_RATE", 1 << 20)
     authorization = f"Host: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-    post = f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Length: 60000\r\n\r\n"
+    post = (
+        f"POST /v1/join HTTP/1.1\r\n{authorization}Content-Type: {calls.JSON}\r\n"
+        "Content-Length: 60000\r\n\r\n"
+    )
     put = (
         f"PUT /v1/uploads/{task.task}/0 HTTP/1.1\r\n{authorization}"
-        f"{m.TICKET_HEADER}: {task.ticket}\r\nContent-Length: 1024\r\n\r\n"
+        f"{m.TICKET_HEADER}: {task.ticket}\r\nContent-Type: {calls.BYTES}\r\n"
+        "Content-Length: 1024\r\n\r\n"
     )
     for head in (post, put):
         began = time.monotonic()

@@ -187,7 +187,7 @@ class Crowd:
 SLOW_HEAD = b"GET /v1/run HTTP/1.1\r\nHost: x\r\n"
 SLOW_BODY = (
     f"POST /v1/join HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-    "Content-Length: 60000\r\n\r\n"
+    "Content-Type: application/json\r\nContent-Length: 60000\r\n\r\n"
 ).encode()
 
 

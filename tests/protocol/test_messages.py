@@ -237,10 +237,13 @@ def test_codes_are_stable() -> None:
         "wrong_base",
         "wrong_encoding",
         "wrong_fingerprint",
+        "wrong_host",
+        "wrong_origin",
         "wrong_protocol",
         "wrong_run",
         "wrong_shape",
         "wrong_steps",
+        "wrong_type",
         "wrong_weight",
     ]
 

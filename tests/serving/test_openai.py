@@ -273,6 +273,7 @@ def test_defaults_that_ask_for_nothing_are_fine(served: Process) -> None:
         ({"Content-Type": "text/plain"}, b"{}", 415, "wrong_type"),
         ({"Content-Encoding": "gzip"}, b"{}", 415, "wrong_encoding"),
         ({"Host": "pages.example"}, b"{}", 421, "wrong_host"),
+        ({"Origin": "http://pages.example"}, b"{}", 403, "wrong_origin"),
         ({"Content-Length": str((1 << 20) + 1)}, b"", 413, "too_large"),
     ],
 )

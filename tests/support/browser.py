@@ -26,6 +26,7 @@ QUIET = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--host-resolver-rules=MAP rebound.example 127.0.0.1",
 )
 MILLISECONDS = 60_000  # that anything may take to show up
 

@@ -95,6 +95,7 @@ class CoordinateOptions(BeginOptions, total=False):
     listen: str
     token: str
     open: bool
+    allow_host: tuple[str, ...]
     tls: tuple[PathName, PathName]
     compression: str
     version_compression: str
@@ -128,6 +129,7 @@ class ServeOptions(TypedDict, total=False):
     wire: Literal["fp32", "fp16"]
     api_keys: PathName
     open: bool
+    allow_host: tuple[str, ...]
     tls: tuple[PathName, PathName]
     max_requests: int
     queue: int

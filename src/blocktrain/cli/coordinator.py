@@ -26,6 +26,7 @@ from blocktrain.cli.environment import (
     read_config,
 )
 from blocktrain.cli.flags import (
+    AllowHost,
     BeginFlags,
     Coordination,
     Json,
@@ -76,6 +77,7 @@ class ListenFlags:
             negative=(),
         ),
     ] = False
+    allow_host: AllowHost = ()
     tls: Annotated[
         tuple[Path, Path] | None,
         Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
@@ -182,7 +184,15 @@ class RunningCoordinator:
         host, port = where.parse()
         certificate, key = where.tls or (None, None)
         operator = _operator_token(self.folder)
-        listen = Listen(host, port, where.token, operator, certificate=certificate, key=key)
+        listen = Listen(
+            host,
+            port,
+            where.token,
+            operator,
+            where.allow_host,
+            certificate=certificate,
+            key=key,
+        )
         return Server(self.coordinator, listen)
 
     def require(self, request: RunRequest) -> None:

@@ -207,6 +207,16 @@ EvalBytes = Annotated[
         "Figures on different lengths are not comparable."
     ),
 ]
+AllowHost = Annotated[
+    tuple[str, ...],
+    Parameter(
+        help="A DNS name under which others reach this server (may be repeated). Without a secret "
+        "it answers to addresses, localhost and its own name only; with one to every name, until "
+        "names are allowed.",
+        negative=(),
+        group=RARE_FLAGS,
+    ),
+]
 Track = Annotated[
     tuple[Literal["tensorboard", "wandb", "mlflow"], ...],
     Parameter(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from blocktrain.cli.environment import require_model
-from blocktrain.cli.flags import DeviceName, Json, Token, Yes, at_least
+from blocktrain.cli.flags import AllowHost, DeviceName, Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.serving.line.address import is_loopback, parse_address, read_key
 
@@ -51,6 +51,7 @@ class ApiFlags:
             help="Listen beyond this machine without API keys: anyone may use it.", negative=()
         ),
     ] = False
+    allow_host: AllowHost = ()
     tls: Annotated[
         tuple[Path, Path] | None,
         Parameter(help="Certificate and key (PEM files) to serve https with.", negative=()),
@@ -79,11 +80,14 @@ class ApiFlags:
 
     def rules(self, model: str, defaults: Defaults, template: ChatTemplate) -> ServingRules:
         from blocktrain.serving.openai_api import ServingRules
+        from blocktrain.web.door import make_door
         from blocktrain.web.guard import Keys, read_keys
 
         keys = read_keys(self.api_keys) if self.api_keys else Keys()
+        host, _ = parse_address(self.listen)
+        door = make_door(host, self.allow_host, secret=self.api_keys is not None)
         return ServingRules(
-            model, keys, defaults, template, self.max_requests, self.queue, any_name=self.open
+            model, keys, defaults, template, self.max_requests, self.queue, door=door
         )
 
 

@@ -44,6 +44,9 @@ _UNREAD = (  # part of the body may be unread, so the connection cannot be used 
     Code.TOO_SLOW,
     Code.LENGTH_REQUIRED,
     Code.WRONG_ENCODING,
+    Code.WRONG_HOST,
+    Code.WRONG_ORIGIN,
+    Code.WRONG_TYPE,
     Code.STALE_FENCE,
     Code.UNKNOWN_TASK,
 )
@@ -171,7 +174,7 @@ class CoordinatorRoutes:
             self.coordinator.require_ticket(arguments["task"], arguments["ticket"])
             request.state.proven = self.coordinator.holder(arguments["task"])
             limit = self.coordinator.chunk_bytes
-            arguments["content"] = await self.front.read_body(request, limit)
+            arguments["content"] = await self.front.read_body(request, limit, calls.BYTES)
         elif call.request is not None:
             content = await self.front.read_body(request, m.MAX_JSON)
             message = arguments["message"] = m.read(call.request, content)

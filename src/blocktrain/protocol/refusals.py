@@ -24,6 +24,9 @@ class Code(StrEnum):
     NOT_FOUND = "not_found"
     LENGTH_REQUIRED = "length_required"
     WRONG_ENCODING = "wrong_encoding"
+    WRONG_HOST = "wrong_host"
+    WRONG_ORIGIN = "wrong_origin"
+    WRONG_TYPE = "wrong_type"
     TOO_LARGE = "too_large"
     TOO_SLOW = "too_slow"
     MALFORMED = "malformed"
@@ -106,6 +109,24 @@ RULES: dict[Code, Rule] = {
     ),
     Code.WRONG_ENCODING: Rule(
         415, Then.STOP, "bodies are sent as they are; leave Content-Encoding out"
+    ),
+    Code.WRONG_HOST: Rule(
+        421,
+        Then.STOP,
+        "this server does not answer under that name; use its address, or start it with"
+        " --allow-host NAME",
+    ),
+    Code.WRONG_ORIGIN: Rule(
+        403,
+        Then.STOP,
+        "web pages from elsewhere may not call this server; open its own page, and let a proxy"
+        " pass the Host header on",
+    ),
+    Code.WRONG_TYPE: Rule(
+        415,
+        Then.STOP,
+        "a body names its type; send JSON as application/json and chunks as"
+        " application/octet-stream",
     ),
     Code.TOO_LARGE: Rule(
         413,

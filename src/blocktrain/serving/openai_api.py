@@ -25,7 +25,7 @@ from starlette.types import Receive, Send
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.learning.generate import Tokens
 from blocktrain.learning.tokenizer import Tokenizer
-from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.refusals import RULES, Code, Refused
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.blocks import name_blocks
 from blocktrain.serving.chat_template import ChatTemplate, default_template
@@ -44,7 +44,8 @@ from blocktrain.serving.tokenizer_messages import (
     tokenizer_info,
 )
 from blocktrain.web import sse
-from blocktrain.web.guard import Access, Front, Keys, is_local_host
+from blocktrain.web.door import Door
+from blocktrain.web.guard import Access, Front, Keys
 from blocktrain.web.pages import page_file
 from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS
 
@@ -52,10 +53,17 @@ MAX_BODY = 1 << 20
 MAX_TEXT = 8 << 20  # a body of /tokenize or /detokenize
 AHEAD = 16  # pieces that are written before a slow reader has them
 PAGE = Path(__file__).parents[1] / "web" / "writer"
-_UNREAD = (401, 408, 411, 413, 415, 421, 429)  # the connection cannot be used again
+_UNREAD = (401, 403, 408, 411, 413, 415, 421, 429)  # the connection cannot be used again
 _REFUSALS = {  # what the guard refuses, as OpenAI's clients know it
     Code.WRONG_ENCODING: (415, "wrong_encoding", "send the body without Content-Encoding"),
     Code.LENGTH_REQUIRED: (411, "length_required", "send a Content-Length"),
+    Code.WRONG_HOST: (421, "wrong_host", RULES[Code.WRONG_HOST].sentence),
+    Code.WRONG_ORIGIN: (403, "wrong_origin", RULES[Code.WRONG_ORIGIN].sentence),
+    Code.WRONG_TYPE: (
+        415,
+        "wrong_type",
+        "{detail}: send the body as Content-Type: application/json",
+    ),
     Code.MALFORMED: (411, "length_required", "send a Content-Length"),
     Code.TOO_LARGE: (413, "too_large", "{detail}: send less"),
     Code.TOO_SLOW: (408, "too_slow", "{detail}: send faster"),
@@ -74,7 +82,7 @@ class ServingRules:
     template: ChatTemplate = field(default_factory=default_template)
     max_requests: int = 8
     queue: int = 32
-    any_name: bool = False  # answer to any Host header: everyone has access anyway
+    door: Door = field(default_factory=Door)
 
 
 class ServingFront(Front):
@@ -85,16 +93,8 @@ class ServingFront(Front):
         self._rules, self._metrics = rules, metrics
 
     def check(self, request: Request, access: Access) -> None:
-        keys = self._rules.keys
-        host = request.headers.get("host", "")
-        if not keys.digests and not self._rules.any_name and not is_local_host(host):
-            raise ApiError(
-                421,
-                "without API keys this server answers to localhost or its address only",
-                "wrong_host",
-            )
         authorization = request.headers.get("authorization", "")
-        if access == "anyone" or keys.allow(authorization):
+        if access == "anyone" or self._rules.keys.allow(authorization):
             return
         if not authorization.partition(" ")[2].strip():
             raise ApiError(
@@ -135,7 +135,9 @@ def build_app(entry: Entry, rules: ServingRules) -> Starlette:
         route("GET", "/page/{name}", page, "anyone"),
     ]
     return Starlette(
-        routes=routes, exception_handlers={HTTPException: _unknown, Exception: _internal}
+        routes=routes,
+        middleware=api.front.behind(rules.door),
+        exception_handlers={HTTPException: _unknown, Exception: _internal},
     )
 
 
@@ -266,10 +268,6 @@ class OpenAIApi:
         return JSONResponse(tokenizer_info(entry.tokenizer, entry.config.context, template.source))
 
     async def _json(self, request: Request, most: int = MAX_BODY) -> bytes:
-        """The body of a request that says it is JSON."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(415, "send the body as Content-Type: application/json", "wrong_type")
         return await self.front.read_body(request, most)
 
     async def _answer(self, request: Request, job: TextJob, send: Send) -> Response | None:

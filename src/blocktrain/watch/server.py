@@ -29,6 +29,7 @@ from blocktrain.watch.judging import ProcessJudge
 from blocktrain.watch.metrics import CoordinatorMetrics
 from blocktrain.watch.narrator import Narrator
 from blocktrain.watch.status import status_of
+from blocktrain.web.door import Door, make_door
 from blocktrain.web.server import AppServer, Where
 
 
@@ -71,6 +72,11 @@ class Listen(Where):
 
     token: str = ""
     operator_token: str = ""
+    allow_host: tuple[str, ...] = ()
+
+    @property
+    def door(self) -> Door:
+        return make_door(self.host, self.allow_host, secret=bool(self.token))
 
 
 class Server(AppServer):
@@ -122,7 +128,8 @@ def _build_app(
         front.route("GET", calls.PAGE.path, page, "anyone"),
         front.route("GET", "/page/{name}", page, "anyone"),
     ]
-    return Starlette(routes=[*routes.routes(), *watched, routes.unknown()], lifespan=lifespan)
+    every = [*routes.routes(), *watched, routes.unknown()]
+    return Starlette(routes=every, middleware=front.behind(listen.door), lifespan=lifespan)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,6 +22,7 @@ from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.status import Status
 from blocktrain.watch.feed import EVENTS, Event, Feed, History, Listener
 from blocktrain.web import sse
+from blocktrain.web.door import Door, Doorkeeper
 from blocktrain.web.pages import page_file
 from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS, EventStream, frame
 
@@ -201,10 +203,12 @@ def replay_app(log: Path) -> Starlette:
     async def is_a_replay(_: Request) -> Response:
         return JSONResponse({"replay": True})
 
-    async def answer_refusal(_: Request, error: Exception) -> Response:
+    def answer_refusal(_: Request, error: Exception) -> Response:
         if not isinstance(error, Refused):
             raise error
         return Response(write(refusal(error)), error.rule.status, media_type="application/json")
+
+    door = Middleware(Doorkeeper, door=Door(), refuse=lambda e, r: answer_refusal(r, e))
 
     routes = [
         Route("/", page),
@@ -212,7 +216,7 @@ def replay_app(log: Path) -> Starlette:
         Route("/v1/events", events),
         Route("/v1/replay", is_a_replay),
     ]
-    return Starlette(routes=routes, exception_handlers={Refused: answer_refusal})
+    return Starlette(routes=routes, middleware=[door], exception_handlers={Refused: answer_refusal})
 
 
 def _whole(log: Path, after: int) -> Iterator[bytes]:

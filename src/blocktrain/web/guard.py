@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,7 +26,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from blocktrain.errors import BlockTrainError, IdentityError
+from blocktrain.protocol import calls
 from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.web.door import Door, Doorkeeper
 from blocktrain.web.sse import EventStream
 
 HEADER_SECONDS = 15.0
@@ -164,20 +166,6 @@ def read_keys(path: Path) -> Keys:
     return keys_of(*keys)
 
 
-def is_local_host(host: str) -> bool:
-    """Whether a Host header names this machine: localhost, or any address.
-
-    A web page that points its own domain name here (DNS rebinding) sends that name.
-    """
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    name = name.strip("[]").lower().rstrip(".")
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
-    return True
-
-
 @dataclass
 class Occupancy:
     """Requests by address: those in progress, and those whose bytes are on their way.
@@ -251,12 +239,17 @@ class Front(ABC):
     def count(self, method: str, path: str, status: int, seconds: float) -> None:
         """Called once for every answer."""
 
+    def behind(self, door: Door) -> list[Middleware]:
+        """What an app of these routes puts before all of them."""
+        return [Middleware(Doorkeeper, door=door, refuse=self.refuse)]
+
     def route(self, methods: str, path: str, handler: Handler, access: Access = "member") -> Route:
         return Route(path, _Guarded(self, handler, access, path), methods=methods.split())
 
-    async def read_body(self, request: Request, limit: int) -> bytes:
-        """Exactly the announced bytes, within the limit and in time."""
+    async def read_body(self, request: Request, limit: int, kind: str = calls.JSON) -> bytes:
+        """Exactly the announced bytes of this kind, within the limit and in time."""
         length = body_length(request, limit)
+        require_type(request, kind)
         address = address_of(request)
         room = self.occupancy.transfer if self.whole else self.occupancy.request
         parts: list[bytes] = []
@@ -345,6 +338,13 @@ def body_length(request: Request, limit: int) -> int:
     if length > limit:
         raise Refused(Code.TOO_LARGE, f"a body of {length} bytes, {limit} are allowed")
     return length
+
+
+def require_type(request: Request, kind: str) -> None:
+    """Another's page can send a body without asking first, but not as one of our types."""
+    found = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if found != kind:
+        raise Refused(Code.WRONG_TYPE, f"Content-Type is {found[:80]!r}, not {kind}")
 
 
 def number(text: str, name: str) -> int:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from blocktrain.errors import BlockTrainError
-from blocktrain.protocol import compression, tensors
+from blocktrain.protocol import calls, compression, tensors
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, identity_from_seed, new_nonce, verify
 from blocktrain.protocol.ledger import lineage
@@ -89,7 +89,8 @@ class HttpLine:
                 reader, writer = self._streams or await self._open()
                 began = time.monotonic()
                 writer.write(
-                    f"{head}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+                    f"{head}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                    + body
                 )
                 status, content = await _answer(reader)
         except (OSError, EOFError, TimeoutError) as error:
@@ -109,7 +110,7 @@ class HttpLine:
         return m.read(
             kind,
             await self.call(
-                name, f"POST {path} HTTP/1.1\r\nContent-Type: application/json", m.write(message)
+                name, f"POST {path} HTTP/1.1\r\nContent-Type: {calls.JSON}", m.write(message)
             ),
             m.MAX_REPLY,
         )
@@ -322,7 +323,7 @@ class SimulatedWorker:
             if index not in have:
                 head = (
                     f"PUT /v1/uploads/{task.task}/{index} HTTP/1.1{ticket}\r\n"
-                    f"{m.DIGEST_HEADER}: {sha256(chunk)}"
+                    f"{m.DIGEST_HEADER}: {sha256(chunk)}\r\nContent-Type: {calls.BYTES}"
                 )
                 await self._line.call("upload", head, chunk)
         message = submission(self._me, self._reply, task, payload, seconds)
