@@ -290,8 +290,7 @@ def _operator_token(folder: Path) -> str:
     """Made once and kept in the folder, readable by its owner alone."""
     path = folder / OPERATOR_TOKEN
     if not path.exists():
-        write_atomic(path, secrets.token_urlsafe(24).encode())
-        path.chmod(0o600)
+        write_atomic(path, secrets.token_urlsafe(24).encode(), private=True)
     return path.read_text(encoding="ascii").strip()
 
 

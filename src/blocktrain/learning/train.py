@@ -285,11 +285,11 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def write_state(path: Path, tensors: Mapping[str, Tensor], note: str) -> None:
     """Tensors and a note about them as one safetensors file, atomically.
 
-    It gets a hash, because safetensors does not notice a flipped bit. No copy is made: a worker's
-    state is three times its weights.
+    Only its owner can read it. It gets a hash, because safetensors does not notice a flipped bit.
+    No copy is made: a worker's state is three times its weights.
     """
     metadata = {"note": note, "sha256": _state_hash(tensors, note)}
-    with replace_file(path) as partial:
+    with replace_file(path, private=True) as partial:
         safetensors.torch.save_file(dict(tensors), partial, metadata)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import FolderInUse, RunError
+from blocktrain.files import make_private
 from blocktrain.learning.train import REFERENCE
 from blocktrain.processes import Job, run_jobs
 from blocktrain.protocol.tensors import unpack
@@ -197,4 +198,4 @@ def _publish_all(plan: TrainingPlan, coordinator: WatchedCoordinator) -> None:
         lambda pin: unpack(b"".join(coordinator.blob(pin.weights.sha256))),
     )
     shutil.rmtree(plan.run.folder / "state", ignore_errors=True)
-    (plan.run.folder / "state").mkdir(exist_ok=True)
+    make_private(plan.run.folder / "state")

@@ -26,6 +26,7 @@ import numpy as np
 
 from blocktrain.clock import Clock
 from blocktrain.errors import BlockTrainError, RunError
+from blocktrain.files import make_private
 from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.shards import CorpusIndex, Shard
 from blocktrain.learning.tokenizer import Ids
@@ -166,7 +167,7 @@ class ShardCache:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_private(self._folder)
         with (self._folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from blocktrain.errors import IdentityError, RunError
-from blocktrain.files import sync_folder, write_atomic
+from blocktrain.files import make_private, sync_folder, write_atomic
 from blocktrain.learning.train import read_state, write_state
 from blocktrain.protocol.identity import Identity, open_identity
 from blocktrain.protocol.messages import (
@@ -55,7 +55,7 @@ def own_identity(cache: Path) -> Iterator[Identity]:
     """
     folder = cache / "identities"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise IdentityError(
             f"cannot write {folder}: {error.strerror or error}; name another folder with --cache"
@@ -169,16 +169,16 @@ class BlockFolder:
 
     def save(self, after: TrainingState, pending: PendingUpdate, payload: bytes) -> None:
         """Keep a trained task until it is answered. It is durable when this returns."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         self._note.unlink(missing_ok=True)
         self._checkpoint.unlink(missing_ok=True)
-        write_atomic(self._payload, payload)
+        write_atomic(self._payload, payload, private=True)
         tensors = _join(after.moments, _RESIDUAL, after.residual)
         write_state(self._next, tensors, after.origin.model_dump_json())
-        write_atomic(self._note, write(pending))
+        write_atomic(self._note, write(pending), private=True)
 
     def save_checkpoint(self, checkpoint: TaskCheckpoint) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_private(self.path)
         tensors = _join(checkpoint.moments, _WEIGHT, checkpoint.weights)
         write_state(self._checkpoint, tensors, checkpoint.info.model_dump_json())
 
@@ -199,7 +199,7 @@ class BlockFolder:
 
     def rewrite(self, pending: PendingUpdate) -> None:
         """The same update under another lease."""
-        write_atomic(self._note, write(pending))
+        write_atomic(self._note, write(pending), private=True)
 
     def pending(self) -> PendingUpdate | None:
         """The trained task that has no answer yet."""
@@ -264,7 +264,7 @@ class WorkerCache:
         """Remember the key of a run's coordinator. A different key later is an error."""
         path = self.cache / "runs" / run / "coordinator.key"
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             write_atomic(path, key.encode())
         elif path.read_text(encoding="ascii") != key:
             raise RunError(
@@ -274,7 +274,7 @@ class WorkerCache:
 
     def remember(self, run: str, block: int) -> None:
         """Which block is being trained, for the next start."""
-        self._last.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self._last.parent)
         write_atomic(self._last, json.dumps({"run": run, "block": block}).encode())
 
     def held_state(self) -> Held | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from blocktrain.config import Config
 from blocktrain.errors import RunError, WrongBytes
-from blocktrain.files import write_atomic
+from blocktrain.files import make_private, write_atomic
 from blocktrain.learning.compose import build_block, independent
 from blocktrain.learning.model import Block
 from blocktrain.learning.shards import LARGEST_INDEX, CorpusIndex, read_index
@@ -54,7 +54,7 @@ class Downloads:
         if blob.length > limit:
             raise RunError(f"blob {blob.sha256[:12]}... has {blob.length} bytes; {limit} are read")
         folder = self._cache / "indexes"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with (folder / "lock").open("w") as lock:  # workers that start together fetch it once
             fcntl.flock(lock, fcntl.LOCK_EX)
             return self._read(blob, folder / blob.sha256)
@@ -93,7 +93,7 @@ class Downloads:
     def _keep(self, content: bytes, name: str) -> None:
         """Weights that were made here, if they are what they should be."""
         if sha256(content) == name:
-            self._weights.mkdir(parents=True, exist_ok=True)
+            make_private(self._weights)
             write_atomic(self._weights / name, content)
 
     def _make(self, blob: m.Blob) -> None:
