@@ -19,9 +19,12 @@ from typing import IO, Any
 import pytest
 
 from blocktrain.clock import SimulatedClock
+from blocktrain.coordinator.run import NONCE_SECONDS
+from blocktrain.errors import RunError
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import sha256, split
+from blocktrain.runs.pull import pull
 from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator, serve_coordinator
 from blocktrain.web import guard
 from blocktrain.web.client import HttpClient, LocalClient
@@ -638,6 +641,53 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, jump: floa
         assert coordinator.run.newest(task.block).version == 1, (
             "the coordinator's own clock closes it"
         )
+
+
+# 11, 15: what was captured is used later
+
+
+@pytest.mark.parametrize(("hours", "taken"), [(0, True), (0.9, True), (1.1, False), (100, False)])
+def test_an_old_manifest_is_refused(tmp_path: Path, hours: float, taken: bool) -> None:
+    clock = SimulatedClock(1000.0)
+    with (
+        beginning(tmp_path, clock=clock) as coordinator,
+        serve_coordinator(coordinator, Listen()) as url,
+    ):
+        expired = coordinator.manifest().expires / 1000
+        now = SimulatedClock(0.0, epoch=expired + hours * HOUR)
+        with closing(HttpClient(url, timeout=PATIENCE, clock=now)) as client:
+            if taken:
+                assert client.manifest().number > 0
+                return
+            for read in (client.manifest, lambda: pull(client, tmp_path / "out")):
+                with pytest.raises(RunError, match="hours ago: the clock"):
+                    read()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_recorded_goodbye_sends_nobody_away(tmp_path: Path, restart: bool) -> None:
+    clock = SimulatedClock(1000.0)
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(beginning(tmp_path, clock=clock))
+        worker = FakeWorker(LocalClient(coordinator))
+        worker.join()
+        goodbye = worker.request(leaving=True)
+        assert isinstance(worker.client.next_task(goodbye).next, m.Wait)
+        task = worker.joined()
+        clock.now += 2 * NONCE_SECONDS
+        coordinator.tick()
+        if restart:
+            coordinator.close()
+            coordinator = stack.enter_context(closing(open_coordinator(tmp_path, clock)))
+            worker.client = LocalClient(coordinator)
+        task = worker.joined()
+        before = snapshot(coordinator)
+        with pytest.raises(Refused) as caught:
+            worker.client.next_task(goodbye)
+        assert caught.value.code == Code.REPLAYED and snapshot(coordinator) == before
+        assert worker.send(task).receipt.accepted
+        assert isinstance(worker.ask(leaving=True), m.Wait), "with a new nonce it may leave again"
 
 
 @pytest.mark.parametrize("ending", [WatchedCoordinator.close, crash])

@@ -21,16 +21,18 @@ from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
 from blocktrain.coordinator.updates import UpdateIntake, payload_limit
+from blocktrain.errors import Conflict
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, verify, worker_id
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.transfer import Plan, require_hash
-from blocktrain.store.contract import Store, WorkerRecord
+from blocktrain.store.contract import NonceRecord, Store, WorkerRecord
 
 MANIFEST_SECONDS = 600
 LEDGER_PAGE, LEDGER_PAGE_BYTES = 200, 1 << 20  # at most; at least one entry
 SOON = 0.1  # seconds in which a version is made
+GOODBYE_SECONDS = 365 * state.DAY  # no run lasts longer: a goodbye is never taken twice
 
 
 class Coordinator:
@@ -176,7 +178,7 @@ class Coordinator:
                 )
             now = self._clock.monotonic()
             if message.leaving:
-                return m.TaskReply(next=self._leave(message.worker))
+                return m.TaskReply(next=self._leave(message.worker, message.nonce))
             believed = message.speed > 0 and not run.options.defences
             speed = 1 / message.speed if believed else worker.seconds_per_step
             seen = replace(worker, seen=now, seconds_per_step=speed)
@@ -418,12 +420,19 @@ class Coordinator:
             deltas=tuple(step for pin in order.versions for step in run.delta_chain(pin)),
         )
 
-    def _leave(self, worker: str) -> m.Wait:
-        """A worker leaves by itself: no round waits for it."""
+    def _leave(self, worker: str, nonce: str) -> m.Wait:
+        """A worker leaves by itself: no round waits for it.
+
+        Who has recorded its goodbye cannot send it away again later.
+        """
         run = self.run
         known = run.state.workers[worker]
-        # First without its block: then it has left after a restart, too.
-        run.save(state.with_worker(run.state, replace(known, block=None)))
+        used = NonceRecord(worker, nonce, self._clock.time() + GOODBYE_SECONDS)
+        try:
+            # First without its block: then it has left after a restart, too.
+            run.save(state.with_worker(run.state, replace(known, block=None)), nonces=[used])
+        except Conflict as error:
+            raise Refused(Code.REPLAYED, str(error)) from None
         run.save(state.without_worker(run.state, worker))
         run.observer.on_leave(run, worker)
         self.tick()

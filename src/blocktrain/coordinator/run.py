@@ -331,10 +331,12 @@ class TrainingRun:
         after: state.RunState,
         notes: Sequence[Note] = (),
         dropped: Mapping[str, str] | None = None,
+        nonces: Sequence[NonceRecord] = (),
     ) -> None:
         """Commit the way to a new state, with ledger entries. Then it is the state."""
         entries = self._link(notes)
-        changes = replace(self._changes(after), entries=entries, dropped=dropped or {})
+        changes = self._changes(after)
+        changes = replace(changes, entries=entries, dropped=dropped or {}, nonces=nonces)
         if changes:
             self.store.save(changes)
         self._advance(after, changes, entries)

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from blocktrain.errors import RunError
 from blocktrain.protocol.compression import Method
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code, Refused, Then
 from blocktrain.protocol.transfer import MAX_CHUNK_BYTES, MAX_CHUNKS, MIN_CHUNK_BYTES, Plan
@@ -30,6 +31,8 @@ STAGE_EXPIRY_SECONDS = 20.0  # that a stage is listed after its last one
 TICKET_HEADER = "BlockTrain-Ticket"  # of a chunk: the ticket in the task
 DIGEST_HEADER = "BlockTrain-SHA256"  # of a chunk: its sha256
 WORKER_HEADER = "BlockTrain-Worker"  # of a download: whose bytes these are, for the counters
+
+CLOCK_SKEW = 3_600_000  # milliseconds by which the clocks of two machines may differ
 
 _EXACT = 2**53 - 1  # the largest integer that every JSON reader keeps
 
@@ -446,6 +449,16 @@ class Manifest(Signed):
     corpus: CorpusBlobs
     blocks: Annotated[tuple[BlockVersion, ...], Field(min_length=1, max_length=MAX_BLOCKS)]
     finished: bool = False
+
+    def require_current(self, now: int) -> None:
+        """RunError if it has expired, by a clock that may be an hour wrong."""
+        late = now - self.expires - CLOCK_SKEW
+        if late > 0:
+            raise RunError(
+                f"the run's manifest expired {(late + CLOCK_SKEW) / 3_600_000:.1f} hours ago: the "
+                "clock here or at the coordinator is wrong (an hour is allowed), or somebody in "
+                "between serves an old one; set both clocks, then ask the coordinator itself"
+            )
 
 
 class Kick(Message):

@@ -21,6 +21,7 @@ from typing import TypeVar
 import httpx2
 from pydantic import ValidationError
 
+from blocktrain.clock import Clock, SystemClock
 from blocktrain.errors import BlockTrainError, Damaged, Unreachable, WrongBytes
 from blocktrain.files import sync_folder
 from blocktrain.protocol import calls
@@ -149,9 +150,15 @@ class HttpClient(Client):
     """
 
     def __init__(
-        self, url: str, token: str = "", *, ca: Path | None = None, timeout: float = 30.0
+        self,
+        url: str,
+        token: str = "",
+        *,
+        ca: Path | None = None,
+        timeout: float = 30.0,
+        clock: Clock | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url, self._clock = url.rstrip("/"), clock or SystemClock()
         if not self.url.startswith(("http://", "https://")):
             raise BlockTrainError(
                 f"{url!r} is not the address of a coordinator; it looks like http://host:port"
@@ -170,6 +177,12 @@ class HttpClient(Client):
 
     def close(self) -> None:
         self._http.close()
+
+    def manifest(self) -> Manifest:
+        """An expired one is an error: a mirror could go on serving it for ever."""
+        manifest = super().manifest()
+        manifest.require_current(int(1000 * self._clock.time()))
+        return manifest
 
     def announce_stage(self, notice: StageNotice) -> None:
         return self._call(calls.ANNOUNCE_STAGE, message=notice)
