@@ -383,7 +383,7 @@ def test_a_page_from_elsewhere_reads_and_changes_nothing(browser: Browser, tmp_p
     ):
         page = context.new_page()
         page.goto(elsewhere.url)
-        notice = {"address": "192.0.2.1:1", "model": "ab" * 32}
+        notice = {"address": "192.0.2.1:1", "model": "ab" * 32, "issued": 1}
         for path, options in (
             ("/v1/status", {}),
             ("/v1/events", {"mode": "no-cors"}),

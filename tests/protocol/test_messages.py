@@ -242,6 +242,7 @@ def test_codes_are_stable() -> None:
         "wrong_protocol",
         "wrong_run",
         "wrong_shape",
+        "wrong_stage_key",
         "wrong_steps",
         "wrong_type",
         "wrong_weight",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +12,17 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from blocktrain.cli.serve import StageFlags
+from blocktrain.cli.serve import RouteFlags, StageFlags, _stage_finder
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.http import StageRegistry
 from blocktrain.errors import ConfigError, Unreachable
 from blocktrain.learning.generate import Sampler
 from blocktrain.learning.generate import write as write_locally
+from blocktrain.protocol.handshake import prove_notice
 from blocktrain.protocol.messages import (
     MAX_STAGES,
     STAGE_EXPIRY_SECONDS,
+    StageList,
     StageNotice,
     read,
 )
@@ -29,7 +32,8 @@ from blocktrain.serving.blocks import serve_blocks
 from blocktrain.serving.entry import route
 from blocktrain.serving.entry.answer import Request
 from blocktrain.serving.entry.entry import Entry
-from blocktrain.serving.entry.route import chain, nearest, parse_route
+from blocktrain.serving.entry.route import chain, nearest
+from blocktrain.serving.line.address import parse_route
 from blocktrain.serving.stage.stage import Stage
 from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient
@@ -41,6 +45,8 @@ from support.waiting import PATIENCE, until, until_async
 MODEL = random_model(tiny_config(blocks=4))
 HERE = ("--listen", "127.0.0.1:0")
 SHA = "ab" * 32
+KEY = b"a key that all stages of the run know"
+WITH_KEY = ("--key", "stage.key")
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +54,73 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(MODEL, tmp_path_factory.mktemp("route") / "small")
 
 
-def notice(address: str = "127.0.0.1:8481", model: str = SHA) -> StageNotice:
-    return StageNotice(address=address, model=model)
+def notice(
+    address: str = "127.0.0.1:8481", model: str = SHA, issued: float = 0.0, key: bytes = KEY
+) -> StageNotice:
+    """Of a stage, at this time (0: now)."""
+    issued = issued or time.time()
+    return prove_notice(key, StageNotice(address=address, model=model, issued=int(1000 * issued)))
 
 
 def test_recently_announced_stages_are_listed() -> None:
     clock = SimulatedClock()
-    stages = StageRegistry(clock)
-    stages.announce_stage(notice())
-    stages.announce_stage(notice(model="cd" * 32))  # it was started again, with another model
-    assert stages.stages().stages == (notice(model="cd" * 32),)
+    stages = StageRegistry(KEY, clock)
+
+    def announce(address: str = "127.0.0.1:8481", model: str = SHA) -> None:
+        clock.now += 0.001
+        stages.announce_stage(notice(address, model, clock.time()))
+
+    def listed() -> list[tuple[str, str]]:
+        return [(stage.address, stage.model) for stage in stages.stages().stages]
+
+    announce()
+    announce(model="cd" * 32)  # it was started again, with another model
+    assert listed() == [("127.0.0.1:8481", "cd" * 32)]
     clock.now += STAGE_EXPIRY_SECONDS - 1
-    stages.announce_stage(notice("[::1]:8482"))
+    announce("[::1]:8482")
     clock.now += 2
-    assert stages.stages().stages == (notice("[::1]:8482"),)
+    assert listed() == [("[::1]:8482", SHA)]
     for port in range(1, MAX_STAGES):
-        stages.announce_stage(notice(f"host-{port}.example:{port}"))
-    stages.announce_stage(notice("[::1]:8482"))  # it is listed: it may go on
+        announce(f"host-{port}.example:{port}")
+    announce("[::1]:8482")  # it is listed: it may go on
     with pytest.raises(Refused) as full:
-        stages.announce_stage(notice())
+        announce()
     assert full.value.code == Code.BUSY
+
+
+def test_only_who_knows_the_stage_key_announces_a_stage_and_each_notice_counts_once() -> None:
+    clock = SimulatedClock()
+    stages, now = StageRegistry(KEY, clock), clock.time()
+    honest = notice(issued=now)
+    forged = (
+        notice(issued=now, key=b"a guessed key of some length"),
+        notice(issued=now, key=b""),
+        honest.model_copy(update={"proof": ""}),
+        honest.model_copy(update={"address": "192.0.2.1:1"}),
+        honest.model_copy(update={"model": "cd" * 32}),
+        honest.model_copy(update={"issued": honest.issued + 1}),
+    )
+    for message in forged:
+        with pytest.raises(Refused) as refused:
+            stages.announce_stage(message)
+        assert refused.value.code == Code.WRONG_STAGE_KEY
+    nobody = StageRegistry(b"", clock)
+    with pytest.raises(Refused) as refused:
+        nobody.announce_stage(notice(issued=now, key=b""))
+    assert refused.value.code == Code.WRONG_STAGE_KEY, "without a stage key there are no stages"
+    stages.announce_stage(honest)
+    for seconds, message in (
+        (0.0, honest),
+        (STAGE_EXPIRY_SECONDS + 1, honest),  # captured, and sent again when the stage is gone
+        (0.0, notice(issued=now + 7200)),
+        (7200.0, honest),
+        (0.0, notice("192.0.2.1:1", issued=now)),
+    ):
+        clock.now += seconds
+        with pytest.raises(Refused) as refused:
+            stages.announce_stage(message)
+        assert refused.value.code == Code.REPLAYED
+    assert stages.stages().stages == ()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +131,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(Refused) as refused:
         read(
             StageNotice,
-            StageNotice.model_construct(address=address, model=SHA).model_dump_json().encode(),
+            notice().model_copy(update={"address": address}).model_dump_json().encode(),
         )
     assert refused.value.code == Code.MALFORMED
 
@@ -127,8 +180,10 @@ def test_announced_stages_are_used_and_expired_ones_forgotten(
 def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Path) -> None:
     with (
         beginning(tmp_path / "run") as coordinator,
-        serve_coordinator(coordinator, Listen(token=TOKEN)) as url,
+        serve_coordinator(coordinator, Listen(token=TOKEN, stage_key=KEY)) as url,
     ):
+        (tmp_path / "stage.key").write_bytes(KEY)
+        (tmp_path / "stage.key").chmod(0o600)
         with closing(HttpClient(url, "another")) as stranger:
             for call in (stranger.stages, partial(stranger.announce_stage, notice())):
                 with pytest.raises(Refused, match="token"):
@@ -143,15 +198,19 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
                 url,
                 "--token",
                 TOKEN,
+                *WITH_KEY,
                 *HERE,
                 cwd=tmp_path,
             ) as stage,
             closing(HttpClient(url, TOKEN)) as client,
         ):
-            message = notice(stage.said["address"], stage.said["model"])
-            until(lambda: client.stages().stages == (message,), "its announcement")
+            with pytest.raises(Refused) as refused:  # a member that has no stage key
+                client.announce_stage(notice(key=b"a guessed key of some length"))
+            assert refused.value.code == Code.WRONG_STAGE_KEY
+            until(lambda: len(client.stages().stages) == 1, "its announcement")
+            assert client.stages().stages[0].address == stage.said["address"]
             with started(
-                "serve", str(run), "--route", url, "--token", TOKEN, *HERE, cwd=tmp_path
+                "serve", str(run), "--route", url, "--token", TOKEN, *WITH_KEY, *HERE, cwd=tmp_path
             ) as entry:
                 (host,) = entry.status()["hosts"]
                 assert (host["name"], host["alive"], host["blocks"]) == (
@@ -165,6 +224,39 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
                 ).json()
                 assert answer["blocktrain"]["wire_bytes"] > 0
             assert stage.interrupt() == 0
+
+
+def test_serve_asks_only_stages_that_know_the_key(run: Path, tmp_path: Path) -> None:
+    """A coordinator that lies, or a mirror of it, lists a stage of its own."""
+    key = tmp_path / "stage.key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    model = RunModel(run).model
+    listed = [
+        notice("192.0.2.1:1", model, key=b"another key of some length"),
+        notice("192.0.2.2:1", "cd" * 32),
+        notice("192.0.2.3:1", model),
+    ]
+
+    class Lying(HttpClient):
+        def stages(self) -> StageList:
+            return StageList(stages=tuple(listed))
+
+    find = _stage_finder(Lying("http://127.0.0.1:1"), KEY)
+    assert asyncio.run(find(model)) == ["192.0.2.3:1"]  # type: ignore[arg-type]
+    for flags, sentence in (
+        (RouteFlags("http://127.0.0.1:8470"), "a coordinator can list stages of anybody"),
+        (RouteFlags("127.0.0.1:1,192.0.2.1:8481"), "192.0.2.1:8481 is on another machine"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            flags.secret()
+    assert RouteFlags("127.0.0.1:1").secret() == b""
+    assert RouteFlags("192.0.2.1:1", key=key).secret() == KEY
+    with pytest.raises(ConfigError, match=r"--announce needs --key FILE: the file stage\.key"):
+        StageFlags("127.0.0.1:0", announce="http://127.0.0.1:8470").parse()
+    for plaintext in (False, True):
+        guard = StageFlags("127.0.0.1:0", key, plaintext=plaintext).guard()
+        assert (guard.tls is None) == (guard.next_tls is None) == plaintext
 
 
 def test_a_stage_announces_an_address_that_can_be_dialled(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import trustme
 from blocktrain.errors import ConfigError, IdentityError, RunError
 from blocktrain.learning.compose import LocalStage, Model
 from blocktrain.protocol import frames, handshake
-from blocktrain.protocol.frames import Run
+from blocktrain.protocol.frames import Run, Why
 from blocktrain.runs.served import RunModel
 from blocktrain.serving.blocks import (
     EulerSteps,
@@ -35,6 +35,7 @@ from blocktrain.serving.blocks import (
 from blocktrain.serving.line.address import format_address, is_loopback, parse_address, read_key
 from blocktrain.serving.line.connection import IDLE_TICKS, SILENCE, TICK, LineHeartbeat
 from blocktrain.serving.line.stage_line import StageAccess, StageLine, StageLost, StageRefused
+from blocktrain.serving.line.tls import load_tls, own_tls, trust_key
 from blocktrain.serving.stage.stage import Stage, StageGuard
 from conftest import random_model, tiny_config
 from support.command import blocktrain, start
@@ -323,11 +324,11 @@ async def test_mutated_answers_break_nothing() -> None:
 
 
 @in_loop
-async def test_a_tls_line_trusts_certificates_of_its_authority() -> None:
+async def test_a_tls_line_trusts_certificates_of_its_authority(tmp_path: Path) -> None:
     authority = trustme.CA()
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    stage = Stage(fan_of(MODEL_4, 1), StageGuard(KEY, context))
+    both = tmp_path / "both.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(both)
+    stage = Stage(fan_of(MODEL_4, 1), StageGuard(KEY, load_tls(both, both)))
     await stage.start()
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
@@ -354,6 +355,40 @@ async def test_a_tls_line_trusts_certificates_of_its_authority() -> None:
     with pytest.raises((StageLost, StageRefused)):
         await plain.ready(0.5)
     await plain.aclose()
+    await stage.aclose()
+
+
+@in_loop
+async def test_the_key_vouches_for_a_certificate_that_nobody_signed() -> None:
+    """Who stands in between with a certificate of his own learns and changes nothing."""
+    stage = Stage(fan_of(MODEL_4, 1), StageGuard(KEY, own_tls()))
+    await stage.start()
+    async with line_to(stage, tls=trust_key()) as line:
+        await line.open(1)
+        assert (await line.run(1, 0, 0, b"ab")).shape == (1, 2, 16)
+    heard = bytearray()
+
+    async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(4096):
+                heard.extend(data)
+                sink.write(data)
+        sink.close()
+
+    async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = stage.address.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port), ssl=trust_key())
+        await asyncio.gather(pass_on(far_reader, writer), pass_on(reader, far_writer))
+
+    server = await asyncio.start_server(between, "127.0.0.1", 0, ssl=own_tls().context)
+    name = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    access = StageAccess(CONFIG.fingerprint, KEY, tls=trust_key(), vocabulary=VOCABULARY)
+    line = StageLine(name, access)
+    with pytest.raises(StageRefused) as refused:
+        await line.ready()
+    assert refused.value.code == Why.WRONG_KEY and len(heard) < 600
+    await line.aclose()
+    server.close()
     await stage.aclose()
 
 
@@ -498,7 +533,7 @@ def test_a_stage_in_a_process_of_its_own(process: Started) -> None:
     )
 
     async def ask() -> None:
-        async with line_to(announcement["address"], CONFIG.fingerprint) as line:
+        async with line_to(announcement["address"], CONFIG.fingerprint, tls=trust_key()) as line:
             await line.open(1)
             features = await line.run(1, 0, 0, TEXT)
             with torch.no_grad():

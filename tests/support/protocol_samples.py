@@ -212,7 +212,7 @@ def chain() -> list[ledger.LedgerEntry]:
     return entries
 
 
-STAGE = StageNotice(address="127.0.0.1:8481", model=SHA)
+STAGE = StageNotice(address="127.0.0.1:8481", model=SHA, issued=1790000000000, proof=SHA)
 DELTA = VersionDelta(
     block=1, version=3, parent=SHA, weights=SHA, delta=Blob(sha256=SHA, length=100)
 )

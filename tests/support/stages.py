@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import random
+import ssl
 import threading
 import time
 import weakref
@@ -127,12 +128,15 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def line_to(
-    stage: Stage | str, fingerprint: str = "", key: bytes = KEY
+    stage: Stage | str,
+    fingerprint: str = "",
+    key: bytes = KEY,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[StageLine]:
     address = stage
     if isinstance(stage, Stage):
         address, fingerprint = stage.address, fingerprint or stage.blocks.facts.fingerprint
-    line = StageLine(str(address), StageAccess(fingerprint, key, vocabulary=VOCABULARY))
+    line = StageLine(str(address), StageAccess(fingerprint, key, tls=tls, vocabulary=VOCABULARY))
     try:
         await line.ready()
         yield line

@@ -111,7 +111,7 @@ def test_a_replay_has_the_same_door(replay: Ask, path: str) -> None:
     ],
 )
 def test_pages_from_elsewhere_are_refused(ask: Ask, headers: dict[str, str]) -> None:
-    notice = m.write(StageNotice(address="192.0.2.1:1", model="ab" * 32))
+    notice = m.write(StageNotice(address="192.0.2.1:1", model="ab" * 32, issued=1))
     sent = {"Content-Type": calls.JSON, **headers}
     assert code(ask("POST", "/v1/stages", content=notice, headers=sent)) == Code.WRONG_ORIGIN
     assert code(ask("GET", "/v1/status", headers=headers)) == Code.WRONG_ORIGIN

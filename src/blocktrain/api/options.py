@@ -125,6 +125,7 @@ class ServeOptions(TypedDict, total=False):
     route: str
     token: str
     key: PathName
+    plaintext: bool
     ca: PathName
     wire: Literal["fp32", "fp16"]
     api_keys: PathName

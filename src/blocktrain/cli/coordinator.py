@@ -20,6 +20,7 @@ from cyclopts import Parameter
 
 from blocktrain.cli.environment import (
     OPERATOR_TOKEN,
+    STAGE_KEY,
     cache_folder,
     data_folder,
     new_run_folder,
@@ -183,13 +184,14 @@ class RunningCoordinator:
 
         host, port = where.parse()
         certificate, key = where.tls or (None, None)
-        operator = _operator_token(self.folder)
+        operator = _secret(self.folder / OPERATOR_TOKEN)
         listen = Listen(
             host,
             port,
             where.token,
             operator,
             where.allow_host,
+            _secret(self.folder / STAGE_KEY).encode(),
             certificate=certificate,
             key=key,
         )
@@ -286,9 +288,8 @@ def read_request(
     return RunRequest(chosen, rules, named_text(begin.data, of_run, text), origin)
 
 
-def _operator_token(folder: Path) -> str:
-    """Made once and kept in the folder, readable by its owner alone."""
-    path = folder / OPERATOR_TOKEN
+def _secret(path: Path) -> str:
+    """Made once and kept in the file, readable by its owner alone."""
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(24).encode(), private=True)
     return path.read_text(encoding="ascii").strip()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 OPERATOR_TOKEN = "operator.token"  # in the folder of a coordinator
+STAGE_KEY = "stage.key"  # beside it
 
 
 def cache_folder() -> Path:

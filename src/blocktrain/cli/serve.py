@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import ssl
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from cyclopts import Parameter
 from blocktrain.cli.environment import require_model
 from blocktrain.cli.flags import AllowHost, DeviceName, Json, Token, Yes, at_least
 from blocktrain.errors import BlockTrainError, ConfigError
-from blocktrain.serving.line.address import is_loopback, parse_address, read_key
+from blocktrain.serving.line.address import is_loopback, parse_address, parse_route, read_key
 
 if TYPE_CHECKING:
     from blocktrain.serving.chat_template import ChatTemplate
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from blocktrain.web.client import HttpClient
     from blocktrain.web.server import AppServer, Where
 
+Plaintext = Annotated[
+    bool,
+    Parameter(
+        help="Do not encrypt connections with a key: for a network that nobody else can read.",
+        negative=(),
+    ),
+]
 ASK_SECONDS = 5.0  # a coordinator has this long to answer
 log = logging.getLogger("blocktrain.serve")
 
@@ -163,13 +171,20 @@ class RouteFlags:
         ),
     ] = ""
     token: Token = ""
-    key: Annotated[Path | None, Parameter(help="File with the secret that the stages require.")] = (
-        None
-    )
+    key: Annotated[
+        Path | None,
+        Parameter(
+            help="File with the secret that all hosts share. Connections with a key are encrypted, "
+            "and both sides prove that they know it. Needed for stages beyond this machine and for "
+            "those that a coordinator lists: it is the file stage.key in its folder."
+        ),
+    ] = None
+    plaintext: Plaintext = False
     ca: Annotated[
         Path | None,
         Parameter(
-            help="Certificate (PEM) that signed those of the stages; connections then use TLS."
+            help="Certificate (PEM) that signed that of the coordinator in --route, or those of "
+            "the stages that --route names."
         ),
     ] = None
     wire: Annotated[
@@ -177,23 +192,38 @@ class RouteFlags:
         Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text."),
     ] = "fp32"
 
+    def secret(self) -> bytes:
+        """The key. Without one, text goes only to stages that are named and on this machine."""
+        if self.key is not None:
+            return read_key(self.key)
+        if "://" in self.route:
+            raise ConfigError(
+                "a coordinator can list stages of anybody: give --key FILE, the file stage.key in "
+                "the coordinator's folder"
+            )
+        away = [name for name in parse_route(self.route) if not is_loopback(parse_address(name)[0])]
+        if away:
+            raise ConfigError(
+                f"{away[0]} is on another machine: give --key FILE, the same on all hosts"
+            )
+        return b""
+
     def entry(self, run: Path, *, reference: bool, device: str, threads: int) -> Entry:
         from blocktrain.learning.train import pick_device
         from blocktrain.runs.served import RunModel
         from blocktrain.serving.entry.entry import Entry
-        from blocktrain.serving.entry.route import parse_route
 
+        secret, listed = self.secret(), "://" in self.route
         stages = (
-            _stage_finder(_coordinator(self.route, self.token, self.ca))
-            if "://" in self.route
+            _stage_finder(_coordinator(self.route, self.token, self.ca), secret)
+            if listed
             else parse_route(self.route)
         )
-        secret = read_key(self.key) if self.key else b""
         return Entry(
             RunModel(require_model(run), reference=reference, device=pick_device(device)),
             stages,
             key=secret,
-            tls=_client_tls(self.ca),
+            tls=_client_tls(None if listed else self.ca, secret, plaintext=self.plaintext),
             wire=self.wire,
             threads=threads,
         )
@@ -207,23 +237,25 @@ def _coordinator(url: str, token: str, ca: Path | None) -> HttpClient:
     )
 
 
-def _stage_finder(coordinator: HttpClient) -> FindStages:
-    """A function that asks a coordinator where the stages are."""
+def _stage_finder(coordinator: HttpClient, key: bytes) -> FindStages:
+    """A function that asks a coordinator where the stages are. Only those with the key count."""
+    from blocktrain.protocol.handshake import is_proven
 
     async def find(model: str) -> list[str]:
         listed = await asyncio.to_thread(coordinator.stages)
-        return [stage.address for stage in listed.stages if stage.model == model]
+        ours = [stage for stage in listed.stages if stage.model == model]
+        return [stage.address for stage in ours if is_proven(key, stage)]
 
     return find
 
 
-def _client_tls(ca: Path | None) -> ssl.SSLContext | None:
-    if ca is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(f"cannot use the certificate {ca}: {error.strerror or error}") from None
+def _client_tls(ca: Path | None, key: bytes, *, plaintext: bool) -> ssl.SSLContext | None:
+    """How to connect to stages: by an authority, or by the key."""
+    from blocktrain.serving.line.tls import trust_authority, trust_key
+
+    if ca is not None:
+        return trust_authority(ca)
+    return trust_key() if key and not plaintext else None
 
 
 def serve(
@@ -324,16 +356,26 @@ class StageFlags:
     key: Annotated[
         Path | None,
         Parameter(
-            help="File with the secret that all hosts share; needed to listen beyond this machine."
+            help="File with the secret that all hosts share; needed to listen beyond this machine "
+            "and for --announce: there it is the file stage.key in the coordinator's folder. "
+            "Connections with a key are encrypted."
         ),
     ] = None
+    plaintext: Plaintext = False
     tls: Annotated[
         tuple[Path, Path] | None,
-        Parameter(help="Certificate and key (PEM files); connections then use TLS.", negative=()),
+        Parameter(
+            help="Certificate and key (PEM files) to use instead of those that a stage with a key "
+            "makes for itself.",
+            negative=(),
+        ),
     ] = None
     ca: Annotated[
         Path | None,
-        Parameter(help="Certificate (PEM) that signed the next stage's, in a ring over TLS."),
+        Parameter(
+            help="Certificate (PEM) that signed that of the coordinator in --announce, or else the "
+            "next stage's in a ring."
+        ),
     ] = None
     announce: Annotated[
         str,
@@ -350,6 +392,10 @@ class StageFlags:
             raise ConfigError(
                 f"{host} can be reached from other machines: give --key FILE, the same on all hosts"
             )
+        if self.announce and self.key is None:
+            raise ConfigError(
+                "--announce needs --key FILE: the file stage.key in the coordinator's folder"
+            )
         if self.announce and host in ("0.0.0.0", "::"):
             raise ConfigError(
                 f"others cannot connect to {host}: with --announce, "
@@ -359,24 +405,15 @@ class StageFlags:
 
     def guard(self) -> StageGuard:
         """The secret and the certificates of its connections."""
+        from blocktrain.serving.line.tls import load_tls, own_tls
         from blocktrain.serving.stage.stage import StageGuard
 
         secret = read_key(self.key) if self.key else b""
-        return StageGuard(
-            secret, _server_tls(*self.tls) if self.tls else None, _client_tls(self.ca)
-        )
-
-
-def _server_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_cert_chain(certificate, key)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(
-            f"cannot use the certificate {certificate} with {key}: {error.strerror or error}"
-        ) from None
-    return context
+        tls = load_tls(*self.tls) if self.tls else None
+        if tls is None and secret and not self.plaintext:
+            tls = own_tls()
+        ca = None if self.announce else self.ca
+        return StageGuard(secret, tls, _client_tls(ca, secret, plaintext=self.plaintext))
 
 
 def stage(
@@ -452,11 +489,14 @@ async def _first(*works: Coroutine[Any, Any, object]) -> None:
 
 async def _keep_announcing(coordinator: HttpClient, stage: Stage) -> None:
     """Announce the stage again and again; a coordinator that does not answer may do so later."""
+    from blocktrain.protocol.handshake import prove_notice
     from blocktrain.protocol.messages import STAGE_NOTICE_SECONDS, StageNotice
     from blocktrain.web.client import retry_later
 
-    notice = StageNotice(address=stage.address, model=stage.blocks.facts.model)
     while True:
+        now = int(1000 * time.time())
+        notice = StageNotice(address=stage.address, model=stage.blocks.facts.model, issued=now)
+        notice = prove_notice(stage.guard.key, notice)
         try:
             await asyncio.to_thread(coordinator.announce_stage, notice)
         except BlockTrainError as error:

@@ -22,8 +22,10 @@ from blocktrain.errors import BlockTrainError, StorageFailed
 from blocktrain.protocol import calls
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.calls import Argument, Call
+from blocktrain.protocol.handshake import is_proven
 from blocktrain.protocol.identity import worker_id
 from blocktrain.protocol.messages import (
+    CLOCK_SKEW,
     MAX_STAGES,
     STAGE_EXPIRY_SECONDS,
     StageList,
@@ -110,9 +112,11 @@ class CoordinatorFront(Front):
 class CoordinatorRoutes:
     """A route for every row of the table."""
 
-    def __init__(self, front: CoordinatorFront, clock: Clock | None = None) -> None:
+    def __init__(
+        self, front: CoordinatorFront, stage_key: bytes = b"", clock: Clock | None = None
+    ) -> None:
         self.front, self.coordinator = front, front.coordinator
-        self.stages = StageRegistry(clock or SystemClock())
+        self.stages = StageRegistry(stage_key, clock or SystemClock())
 
     def routes(self) -> list[Route]:
         return [
@@ -220,20 +224,35 @@ class CoordinatorRoutes:
 class StageRegistry:
     """The stages that serve this run's model, as they announce themselves.
 
-    In memory alone: stages announce themselves again, and silent ones are dropped.
+    In memory alone: stages announce themselves again, and silent ones are dropped. A notice needs
+    the key, and is good for one time.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, key: bytes, clock: Clock) -> None:
+        self._key, self._clock = key, clock
         self._notices: dict[str, tuple[StageNotice, float]] = {}  # by address, with its time
+        self._issued: dict[str, int] = {}  # of the last notice of an address
         self._lock = threading.Lock()
 
     def announce_stage(self, message: StageNotice) -> None:
+        if not is_proven(self._key, message):
+            raise Refused(Code.WRONG_STAGE_KEY)
         with self._lock:
             self._drop_old()
             if message.address not in self._notices and len(self._notices) >= MAX_STAGES:
                 raise Refused(Code.BUSY, f"{MAX_STAGES} stages are listed")
+            self._require_new(message)
             self._notices[message.address] = (message, self._clock.monotonic())
+            self._issued[message.address] = message.issued
+
+    def _require_new(self, message: StageNotice) -> None:
+        now, last = int(1000 * self._clock.time()), self._issued.get(message.address, -1)
+        if abs(now - message.issued) > CLOCK_SKEW or message.issued <= last:
+            raise Refused(
+                Code.REPLAYED,
+                sentence="this notice is old or was sent before; set the clock of the stage's "
+                "machine, which may be an hour wrong",
+            )
 
     def stages(self) -> StageList:
         with self._lock:
@@ -243,6 +262,8 @@ class StageRegistry:
     def _drop_old(self) -> None:
         oldest = self._clock.monotonic() - STAGE_EXPIRY_SECONDS
         self._notices = {a: entry for a, entry in self._notices.items() if entry[1] >= oldest}
+        useful = int(1000 * self._clock.time()) - CLOCK_SKEW  # an older notice is refused anyway
+        self._issued = {a: issued for a, issued in self._issued.items() if issued >= useful}
 
 
 def json_response(

@@ -471,13 +471,18 @@ class Kick(Message):
 class StageNotice(Message):
     """POST /v1/stages: a stage says that it serves, and repeats this every few seconds.
 
-    Only a hint: a stage proves what it is on its own connection.
+    Only who knows the run's stage key can write one (protocol/handshake.py). Where and what the
+    stage really is, it proves on its own connection.
     """
 
     address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9.:\[\]_-]+:[0-9]{1,5}$")]
     """host:port, as others reach it."""
     model: Sha256
     """The hash of the model that it holds blocks of."""
+    issued: Count
+    """Milliseconds since 1970, by the stage's clock; every notice has a later one."""
+    proof: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    """Of the stage key, over all other fields."""
 
 
 class StageList(Message):

@@ -27,6 +27,7 @@ class Code(StrEnum):
     WRONG_HOST = "wrong_host"
     WRONG_ORIGIN = "wrong_origin"
     WRONG_TYPE = "wrong_type"
+    WRONG_STAGE_KEY = "wrong_stage_key"
     TOO_LARGE = "too_large"
     TOO_SLOW = "too_slow"
     MALFORMED = "malformed"
@@ -127,6 +128,12 @@ RULES: dict[Code, Rule] = {
         Then.STOP,
         "a body names its type; send JSON as application/json and chunks as"
         " application/octet-stream",
+    ),
+    Code.WRONG_STAGE_KEY: Rule(
+        403,
+        Then.STOP,
+        "only who knows the stage key may announce a stage; start it with --key and the file"
+        " stage.key from the coordinator's folder",
     ),
     Code.TOO_LARGE: Rule(
         413,

@@ -73,6 +73,8 @@ class Listen(Where):
     token: str = ""
     operator_token: str = ""
     allow_host: tuple[str, ...] = ()
+    stage_key: bytes = b""
+    """Who knows it may announce stages; empty: nobody."""
 
     @property
     def door(self) -> Door:
@@ -104,7 +106,7 @@ def _build_app(
     front = CoordinatorFront(
         coordinator, listen.token, listen.operator_token, on_fatal, metrics.observe
     )
-    routes = CoordinatorRoutes(front)
+    routes = CoordinatorRoutes(front, listen.stage_key)
 
     async def read_metrics(_: Request, __: Send) -> Response:
         text = await run_in_threadpool(metrics.text)

@@ -68,14 +68,6 @@ def chain(holders: Iterable[H], blocks: int) -> list[H]:
     return stages
 
 
-def parse_route(text: str) -> tuple[str, ...]:
-    """host:port,host:port as names."""
-    names = tuple(filter(None, (part.strip() for part in text.split(","))))
-    if len(set(names)) != len(names):
-        raise ConfigError(f"--route {text!r} names a stage twice; name each once")
-    return names
-
-
 class Route:
     """Warm lines to all stages that are named, or that a coordinator lists."""
 

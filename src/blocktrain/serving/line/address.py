@@ -21,6 +21,14 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def parse_route(text: str) -> tuple[str, ...]:
+    """host:port,host:port as names."""
+    names = tuple(filter(None, (part.strip() for part in text.split(","))))
+    if len(set(names)) != len(names):
+        raise ConfigError(f"--route {text!r} names a stage twice; name each once")
+    return names
+
+
 def format_address(host: str, port: int) -> str:
     """The inverse of parse_address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

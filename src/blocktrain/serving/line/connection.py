@@ -21,6 +21,7 @@ from blocktrain.errors import BlockTrainError
 from blocktrain.protocol import frames, handshake
 from blocktrain.protocol.frames import Buffer, Frame, FrameError, Kind, Role, Why, Wire
 from blocktrain.serving.line.address import parse_address
+from blocktrain.serving.line.tls import certificate_hash
 
 CONNECT_SECONDS = 3.0
 HANDSHAKE_SECONDS = 5.0
@@ -173,11 +174,16 @@ class Connection(asyncio.BufferedProtocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
+    def _certificate(self) -> str:
+        """The hash of the stage's certificate, as it came; empty without TLS."""
+        tls = self._transport.get_extra_info("ssl_object")
+        return certificate_hash(tls.getpeercert(binary_form=True)) if tls is not None else ""
+
     def _greet(self, header: frames.Header) -> None:
         access, name = self._access, self._owner.name
         if isinstance(header, frames.Challenge) and not self._challenge:
             self._challenge, self._hello_at = header.nonce, time.monotonic()
-            claim = (access.role, access.fingerprint, access.id_bytes)
+            claim = (access.role, access.fingerprint, access.id_bytes, self._certificate())
             hello = handshake.make_hello(access.key, header.nonce, self._nonce, *claim)
             self.send(frames.encode(hello))
         elif isinstance(header, frames.Welcome) and self._challenge:
@@ -189,6 +195,7 @@ class Connection(asyncio.BufferedProtocol):
                     header,
                     access.fingerprint,
                     access.model,
+                    self._certificate(),
                 )
             except FrameError as error:
                 self.end(StageRefused(error.why, f"{name}: {error}"))

@@ -20,6 +20,7 @@ from blocktrain.serving.blocks import ServedBlocks
 from blocktrain.serving.line.address import format_address
 from blocktrain.serving.line.connection import StageAccess, tune
 from blocktrain.serving.line.stage_line import StageLine
+from blocktrain.serving.line.tls import StageTls
 from blocktrain.serving.stage.compute import Compute
 from blocktrain.serving.stage.sessions import Session, Work, most_payload, open_session
 
@@ -50,8 +51,13 @@ class StageGuard:
     """The key and the certificates of a stage, for its clients and for the next stage of a ring."""
 
     key: bytes = b""
-    tls: ssl.SSLContext | None = None
+    tls: StageTls | None = None
     next_tls: ssl.SSLContext | None = None
+
+    @property
+    def certificate(self) -> str:
+        """The hash of its own certificate; empty without TLS."""
+        return self.tls.certificate if self.tls else ""
 
 
 class Stage:
@@ -93,7 +99,8 @@ class Stage:
         self._compute.start()
         tls: dict[str, Any] = {}
         if self.guard.tls is not None:
-            tls = {"ssl": self.guard.tls, "ssl_handshake_timeout": self.limits.handshake_seconds}
+            seconds = self.limits.handshake_seconds
+            tls = {"ssl": self.guard.tls.context, "ssl_handshake_timeout": seconds}
         try:
             self._server = await self.loop.create_server(
                 lambda: Peer(self), host, port, backlog=BACKLOG, **tls
@@ -187,7 +194,8 @@ class Stage:
         welcome = frames.Welcome(
             bytes(32), f.kind, f.blocks, f.width, f.context, f.z_width, f.fingerprint, f.model
         )
-        return handshake.prove_welcome(self.guard.key, challenge, hello, welcome)
+        guard = self.guard
+        return handshake.prove_welcome(guard.key, challenge, hello, welcome, guard.certificate)
 
     # -- sessions
 
@@ -497,7 +505,8 @@ class Peer(asyncio.BufferedProtocol):
             raise FrameError(Why.UNEXPECTED, "something else than HELLO")
         stage = self.stage
         facts = stage.blocks.facts
-        expected = (facts.fingerprint, frames.id_width(facts.vocabulary))
+        width = frames.id_width(facts.vocabulary)
+        expected = (facts.fingerprint, width, stage.guard.certificate)
         handshake.check_hello(stage.guard.key, self.nonce, header, *expected)
         stage.add_peer(self)
         self.role, self._deadline = header.role, None
