@@ -128,6 +128,7 @@ class ServeOptions(TypedDict, total=False):
     plaintext: bool
     ca: PathName
     wire: Literal["fp32", "fp16"]
+    check: float
     api_keys: PathName
     open: bool
     allow_host: tuple[str, ...]

@@ -192,6 +192,14 @@ class RouteFlags:
         Parameter(help="Numbers on the wire; fp16 halves the bytes and may change the text."),
     ] = "fp32"
 
+    check: Annotated[
+        float,
+        Parameter(
+            help="Share of the sweeps of which one block is computed again by another holder, so "
+            "that a stage that lies is found and left out."
+        ),
+    ] = 0.02
+
     def secret(self) -> bytes:
         """The key. Without one, text goes only to stages that are named and on this machine."""
         if self.key is not None:
@@ -226,6 +234,7 @@ class RouteFlags:
             tls=_client_tls(None if listed else self.ca, secret, plaintext=self.plaintext),
             wire=self.wire,
             threads=threads,
+            check=self.check,
         )
 
 

@@ -121,6 +121,8 @@ class _ServingState(Collector):
         yield GaugeMetricFamily(
             "blocktrain_sessions", "Open sessions of the entry.", status["sessions"]
         )
+        for name, text in _CHECKS.items():
+            yield CounterMetricFamily(f"blocktrain_checks_{name}", text, status["checks"][name])
         for name, kind, text, read in _OF_A_HOST:
             family = kind(f"blocktrain_host_{name}", text, labels=("host",))
             for host in status["hosts"]:
@@ -128,6 +130,10 @@ class _ServingState(Collector):
             yield family
 
 
+_CHECKS = {
+    "made": "Answers of stages that another holder computed again.",
+    "failed": "Of these, those that differed beyond rounding.",
+}
 _OF_A_HOST: tuple[
     tuple[
         str, type[GaugeMetricFamily | CounterMetricFamily], str, Callable[[dict[str, Any]], float]
@@ -145,6 +151,12 @@ _OF_A_HOST: tuple[
         GaugeMetricFamily,
         "Smoothed round trip.",
         lambda host: host["rtt_ms"] / 1000,
+    ),
+    (
+        "suspect",
+        GaugeMetricFamily,
+        "Whether it answered wrongly, or another holder says so.",
+        lambda host: float(bool(host["trouble"])),
     ),
     ("queue", GaugeMetricFamily, "Work that waits there.", lambda host: host["queue"]),
     ("blocks", GaugeMetricFamily, "Blocks that it holds.", lambda host: len(host["blocks"])),

@@ -448,6 +448,7 @@ def facts(stats: Iterable[Stats | None], seed: int, *, whole: bool = True) -> di
     for name in ("sweeps", "drafted", "accepted", "wire_bytes", "failovers", "near_ties"):
         fields[name] = sum(getattr(one, name) for one in stats_list)
     fields["degraded"] = sorted({block for one in stats_list for block in one.degraded})
+    fields["suspects"] = sorted({name for one in stats_list for name in one.suspects})
     if whole:
         fields["accepted_per_sweep"] = [
             count for one in stats_list for count in one.accepted_per_sweep

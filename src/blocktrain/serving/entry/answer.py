@@ -79,6 +79,7 @@ class Stats:
     wire_bytes: int = 0
     degraded: tuple[int, ...] = ()  # blocks that some of it was written without
     failovers: int = 0
+    suspects: tuple[str, ...] = ()  # stages that answered wrongly, as far as it is known
     near_ties: int = 0
     prompt_tokens: int = 0
     prompt_bytes_cut: int = 0
@@ -212,6 +213,7 @@ class TextAnswer:
             stats.first_byte_ms = 1000 * stats.seconds
         stats.wire_bytes, stats.failovers = tally.wire_bytes, tally.failovers
         stats.degraded = tuple(sorted(tally.missing))
+        stats.suspects = tuple(sorted(tally.suspects))
         stats.near_ties, stats.tokens = self.picker.near_ties, self.output.tokens
         return Piece(text, self._finish(), stats, self._new_scores(stats.tokens))
 

@@ -25,6 +25,7 @@ from blocktrain.serving.entry.answer import (
     Stats,
     TextAnswer,
 )
+from blocktrain.serving.entry.checks import SpotChecks
 from blocktrain.serving.entry.drafting import DraftBlock
 from blocktrain.serving.entry.failover import FanModel, Terms
 from blocktrain.serving.entry.fan import FanSession
@@ -41,7 +42,8 @@ log = logging.getLogger("blocktrain.entry")
 class Entry:
     """A model, served: `start` it, `generate` from it, `aclose` it.
 
-    Blocks that no stage of the route holds at the start are computed here.
+    Blocks that no stage of the route holds at the start are computed here. Of the share `check`
+    of the sweeps one block is computed again elsewhere.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Entry:
         tls: ssl.SSLContext | None = None,
         wire: Wire = "fp32",
         threads: int = 1,
+        check: float = 0.0,
     ) -> None:
-        self.source, self.wire = source, wire
+        self.source, self.wire, self._check = source, wire, check
         self.config, self.reference, self.fan = source.config, source.reference, source.fan
         self.compose = source.compose
         self.tokenizer = tokenizer_of(self.config)
@@ -95,6 +98,7 @@ class Entry:
         readout = source.load_readout()
         shape = (config.independent, config.width)
         model = FanModel(self.route, self._thread, local, frozenset({1}), readout, *shape)
+        model.checks = SpotChecks(self.route, self._thread, local, self._check)
         return model, local
 
     def _load_ring(self) -> tuple[RingModel, FanBlocks | None]:
@@ -115,6 +119,8 @@ class Entry:
         """Close all lines and stop computing."""
         if isinstance(self._model, FanModel):
             await asyncio.gather(*self._model.close_tasks, return_exceptions=True)
+            if self._model.checks is not None:
+                await self._model.checks.aclose()
         await self.route.aclose()
         self._thread.close()
 
@@ -177,8 +183,13 @@ class Entry:
             "fingerprint": config.fingerprint,
             "local_blocks": self.local_blocks(),
         }
+        checks = self._model.checks if isinstance(self._model, FanModel) else None
         return {
             "hosts": self.route.status(),
+            "checks": {
+                "made": checks.made if checks else 0,
+                "failed": checks.failed if checks else 0,
+            },
             "missing_blocks": self.missing_blocks(),
             "sessions": self.shared.answers,
             "model": facts,

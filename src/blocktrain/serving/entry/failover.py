@@ -13,7 +13,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from blocktrain.protocol.frames import Wire
 from blocktrain.serving.blocks import ComputeThread, FanBlocks, local_features
 from blocktrain.serving.entry.route import Route
 from blocktrain.serving.line.stage_line import StageLine, StageRefused
+
+if TYPE_CHECKING:
+    from blocktrain.serving.entry.checks import SpotChecks
 
 # How long a stage that was just lost may take to come back if no other holds its block.
 GRACE_SECONDS, GRACE_ROUND_TRIPS = 0.5, 4
@@ -50,6 +53,7 @@ class AnswerTally:
     wire_bytes: int = 0
     failovers: int = 0
     missing: set[int] = field(default_factory=set)  # blocks that some of it was written without
+    suspects: set[str] = field(default_factory=set)  # stages that answered wrongly
     positions: int = 0  # of the last sweep
     had_failure: bool = False  # whether the last sweep met a failure
     lacks: str = ""  # the sentence about what it waits for, if it must not go on without
@@ -77,6 +81,7 @@ class FanModel:
     width: int
     close_tasks: set[asyncio.Task[None]] = field(default_factory=set)
     avoid_until: dict[str, float] = field(default_factory=dict)  # stages that hung, until when
+    checks: SpotChecks | None = None
 
 
 class BlockSession(Protocol):
@@ -207,7 +212,7 @@ class Failover:
 
     async def choose(self) -> None:
         """Keep the holders that are alive; find one for every other block."""
-        for holder in [h for h in self.holders if not h.alive]:
+        for holder in [h for h in self.holders if not self._may_stay(h)]:
             self.drop(holder)
         plan: dict[StageLine | None, list[int]] = {}
         for number in self._missing_blocks():
@@ -223,10 +228,18 @@ class Failover:
                 await remote.open()
                 self.holders.append(remote)
 
+    def _may_stay(self, holder: BlockSession) -> bool:
+        if isinstance(holder, RemoteBlocks) and not self._model.route.trusts(holder.line.name):
+            return False
+        return holder.alive
+
     def _pick(self, number: int) -> StageLine | None:
-        """The stage to ask for a block; None: this process. One that hung is the last choice."""
+        """The stage to ask for a block; None: this process.
+
+        One that hung, or that another one contradicts, is the last choice.
+        """
         avoid, route = _active(self._avoid), self._model.route
-        line = route.pick(number, avoid | _active(self._model.avoid_until))
+        line = route.pick(number, avoid | _active(self._model.avoid_until) | route.doubts.keys())
         if line is not None or number in self._model.local.blocks:
             return line
         return route.pick(number, avoid)

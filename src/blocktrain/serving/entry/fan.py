@@ -11,11 +11,13 @@ from torch import Tensor
 from blocktrain.learning.compose import in_pieces
 from blocktrain.learning.generate import Tokens, common_prefix
 from blocktrain.learning.model import FanReadout
+from blocktrain.serving.entry.checks import BROKEN_SECONDS, find_broken
 from blocktrain.serving.entry.failover import (
     AnswerFailed,
     BlockSession,
     Failover,
     FanModel,
+    RemoteBlocks,
     Terms,
     retrieve_exception,
 )
@@ -65,7 +67,9 @@ class FanSession:
         self._failover = Failover(model, terms)
         self.tally = self._failover.tally
         self._fusion = Fusion(model.readout, model.local.device)
+        self._terms = terms
         self._epoch = 0
+        self._bans = model.route.bans
 
     async def prefill(self, window: Tokens) -> None:
         """Let all holders read this window ahead; failures are handled by the next score."""
@@ -83,6 +87,9 @@ class FanSession:
         while True:
             await self._failover.cover()
             present = self._failover.present()
+            if self._bans != self._model.route.bans:  # what was read may come from a liar
+                self._bans = self._model.route.bans
+                self._fusion = Fusion(self._model.readout, self._model.local.device)
             if not any(present):
                 raise AnswerFailed(
                     "no stage of any block can be reached; start one with: blocktrain stage RUN"
@@ -106,7 +113,7 @@ class FanSession:
         None if a holder was lost: the sweep is then repeated with another.
         """
         failover, lost = self._failover, False
-        requests: dict[asyncio.Future[Tensor], BlockSession] = {}
+        requests: Requests = {}
         for holder in list(failover.holders):
             try:
                 requests[asyncio.ensure_future(holder.read(window, first, self._epoch))] = holder
@@ -130,14 +137,39 @@ class FanSession:
         finally:
             for future in requests:  # those still on their way are not awaited
                 future.add_done_callback(retrieve_exception)
-        if lost:
+        if lost or self._drop_broken(requests):
             return None
+        if (checks := self._model.checks) is not None:
+            checks.consider(_remote(requests), window, first, self._terms.wire, self.tally)
         features = torch.zeros(self._model.blocks, len(window) - first, self._model.width)
         for future, holder in requests.items():
             for number, rows in zip(holder.blocks, future.result(), strict=True):
                 features[number - 1] = rows
         return features
 
+    def _drop_broken(self, requests: Requests) -> bool:
+        """Drop stages whose answers cannot be right; returns whether there were any."""
+        results = _remote(requests)
+        local = [future.result() for future, h in requests.items() if h not in results]
+        broken = [
+            (holder, why)
+            for holder, why in zip(results, find_broken(results, local), strict=True)
+            if why
+        ]
+        for holder, why in broken:
+            self.tally.suspects.add(holder.line.name)
+            self._model.route.ban(holder.line.name, why, BROKEN_SECONDS)
+            self._failover.drop(holder)
+        return bool(broken)
+
     async def aclose(self) -> None:
         """Free the sessions everywhere."""
         await self._failover.aclose()
+
+
+Requests = dict[asyncio.Future[Tensor], BlockSession]
+
+
+def _remote(requests: Requests) -> dict[RemoteBlocks, Tensor]:
+    """What the stages answered."""
+    return {h: future.result() for future, h in requests.items() if isinstance(h, RemoteBlocks)}

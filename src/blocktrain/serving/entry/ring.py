@@ -68,6 +68,11 @@ class RemoteWalk:
                 f"a ring cannot go on without one of its stages ({error}); "
                 "ask again when it is back"
             ) from None
+        if not torch.isfinite(logits).all():
+            raise AnswerFailed(
+                "a stage of the ring answers in numbers that are not finite; "
+                "restart it, or leave it out of --route"
+            )
         self._count(len(ids), run, state, logits.shape[-1])
         return logits[0]
 
@@ -150,7 +155,7 @@ class RingSession:
         model = self._model
         if model.blocks:
             return LocalReference(model) if model.reference else LocalEuler(model)
-        lines = chain(model.route.lines, model.config.blocks)
+        lines = chain(model.route.trusted(), model.config.blocks)
         if not lines:
             raise AnswerFailed(
                 "the stages that answer do not hold blocks 1 to "

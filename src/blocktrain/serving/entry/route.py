@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ WRONG = frozenset(
 GHOST_SECONDS = 10.0  # then no answer waits for a lost stage; its line still reconnects
 LOOK_SECONDS = 5.0  # between two requests to the coordinator
 
+log = logging.getLogger("blocktrain.entry")
 FindStages = Callable[[str], Awaitable[Sequence[str]]]
 """Where the stages of the model with this hash are now."""
 
@@ -78,6 +80,9 @@ class Route:
         self._look_task: asyncio.Task[None] | None = None
         self._since: dict[str, float] = {}  # when each last came or went
         self._news = asyncio.Event()
+        self._banned: dict[str, tuple[float, str]] = {}  # stages that answer wrongly: until, why
+        self.doubts: dict[str, str] = {}  # stages that are the last choice, and why
+        self.bans = 0
         self.on_change: Callable[[StageLine], None] | None = None  # a stage came or went
         for name in () if callable(stages) else stages:
             self._add(name)
@@ -139,11 +144,36 @@ class Route:
 
     def pick(self, block: int, avoid: Collection[str] = ()) -> StageLine | None:
         """The stage to ask for a block now."""
-        return nearest(self.lines, block, avoid)
+        return nearest(self.trusted(), block, avoid)
 
     def available_blocks(self) -> set[int]:
         """Blocks that some living stage holds."""
-        return {block for line in self.lines if line.alive for block in line.blocks}
+        return {block for line in self.trusted() if line.alive for block in line.blocks}
+
+    def ban(self, name: str, reason: str, seconds: float = math.inf) -> None:
+        """Do not ask a stage that answered wrongly."""
+        self._banned[name] = asyncio.get_running_loop().time() + seconds, reason
+        self.bans += 1
+        log.warning("stage %s is not asked any more: %s", name, reason)
+        self._tell()
+
+    def doubt(self, name: str, reason: str) -> None:
+        """Ask a stage only where no other can be asked."""
+        self.doubts[name] = reason
+        log.warning("stage %s is asked last: %s, and there is no third to decide", name, reason)
+
+    def trusts(self, name: str) -> bool:
+        until, _ = self._banned.get(name, (-math.inf, ""))
+        return until <= asyncio.get_running_loop().time()
+
+    def trusted(self) -> list[StageLine]:
+        """All but those that answered wrongly."""
+        return (
+            [line for line in self.lines if self.trusts(line.name)] if self._banned else self.lines
+        )
+
+    def _trouble(self, name: str) -> str:
+        return self.doubts.get(name, "") if self.trusts(name) else self._banned[name][1]
 
     def seconds_absent(self, block: int) -> float:
         """Seconds since the last holder of a block went; infinite if none was there lately."""
@@ -168,12 +198,16 @@ class Route:
         return [
             {n: getattr(line, n) for n in names}
             | {"blocks": list(line.blocks), "rtt_ms": round(line.rtt_ms, 3)}
+            | {"trouble": self._trouble(line.name)}
             for line in self.lines
         ]
 
-    def _on_line_change(self, line: StageLine) -> None:
-        self._since[line.name] = asyncio.get_running_loop().time()
+    def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+    def _on_line_change(self, line: StageLine) -> None:
+        self._since[line.name] = asyncio.get_running_loop().time()
+        self._tell()
         if self.on_change is not None:
             self.on_change(line)
