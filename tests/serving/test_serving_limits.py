@@ -18,12 +18,15 @@ from blocktrain.runs.served import RunModel
 from blocktrain.serving import request_queue
 from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.openai_api import ServingRules, build_app
+from blocktrain.serving.request_queue import RequestQueue
 from blocktrain.web import guard, sse
+from blocktrain.web.guard import keys_of
 from blocktrain.web.server import AppServer, Where
 from support.waiting import PATIENCE
 
 LONG = {"model": "small", "max_tokens": 8192, "mode": "autoregressive"}
 SHORT = {"model": "small", "max_tokens": 4, "mode": "autoregressive"}
+KEYS = ("the-key-of-a-greedy-client", "the-key-of-a-modest-client")
 Scenario = Callable[[httpx2.AsyncClient, AppServer], Awaitable[None]]
 
 
@@ -55,8 +58,12 @@ def serving(
     asyncio.run(play())
 
 
-async def until(client: httpx2.AsyncClient, condition: Callable[[dict[str, Any]], bool]) -> None:
-    while not condition((await client.get("/v1/status")).json()):
+async def until(
+    client: httpx2.AsyncClient,
+    condition: Callable[[dict[str, Any]], bool],
+    headers: dict[str, str] | None = None,
+) -> None:
+    while not condition((await client.get("/v1/status", headers=headers)).json()):
         await asyncio.sleep(0.01)
 
 
@@ -158,6 +165,70 @@ def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
             ] == "busy"
 
     serving(run, scenario, ServingRules("small", max_requests=1, queue=1))
+
+
+def test_places_are_shared_between_clients(run: Path) -> None:
+    """One client has taken all places for long answers, and the whole queue."""
+    greedy, modest = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+
+    async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:
+        long = [
+            asyncio.create_task(client.post("/v1/completions", json=LONG, headers=greedy))
+            for _ in range(6)
+        ]
+        await until(client, lambda status: status["requests"]["waiting"] == 4, greedy)
+        for _ in "abc":
+            answer = await client.post("/v1/completions", json=SHORT, headers=modest)
+            assert answer.status_code == 200, answer.text
+            assert sum(task.done() for task in long) <= 1, "only the last of the queue made room"
+        for task in long:
+            task.cancel()
+        await asyncio.gather(*long, return_exceptions=True)
+
+    rules = ServingRules("small", keys_of(*KEYS), max_requests=2, queue=4)
+    serving(run, scenario, rules, limits=httpx2.Limits(max_connections=20))
+
+
+def test_clients_take_turns_at_a_single_place(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_queue, "TURN_SECONDS", 0.2)
+    greedy, modest = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+
+    async def scenario(client: httpx2.AsyncClient, _: AppServer) -> None:
+        body = {**LONG, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body, headers=greedy) as long:
+            pieces = long.aiter_bytes()
+            await anext(pieces)
+            answer = await client.post("/v1/completions", json=SHORT, headers=modest)
+            assert answer.status_code == 200
+            assert await anext(pieces), "it goes on"
+
+    rules = ServingRules("small", keys_of(*KEYS), max_requests=1, queue=4)
+    serving(run, scenario, rules)
+
+
+def test_a_client_that_leaves_while_it_is_paused_takes_no_place() -> None:
+    async def play() -> None:
+        queue = RequestQueue(1, 4)
+
+        async def paused() -> None:
+            async with queue.slot("greedy") as slot:
+                while True:
+                    async for _ in slot.take_turns():
+                        pass
+                    await asyncio.sleep(0)
+
+        greedy = asyncio.create_task(paused())
+        await asyncio.sleep(0)
+        assert queue.running == 1
+        async with queue.slot("modest"):
+            assert (queue.running, queue.waiting) == (1, 0), "the other one is paused"
+            greedy.cancel()
+            await asyncio.wait([greedy])
+        assert (queue.running, queue.waiting) == (0, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_queue, "TURN_SECONDS", 0.0)
+        asyncio.run(play())
 
 
 def test_a_silent_stream_says_that_it_is_alive(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.metrics import ServingMetrics
 from blocktrain.serving.openai_chat import chat_job, read_chat
 from blocktrain.serving.openai_messages import ApiError, TextChoice, TextJob
-from blocktrain.serving.request_queue import RequestQueue
+from blocktrain.serving.request_queue import RequestQueue, Slot
 from blocktrain.serving.tokenizer_messages import (
     detokenize,
     end_text,
@@ -272,8 +272,9 @@ class OpenAIApi:
 
     async def _answer(self, request: Request, job: TextJob, send: Send) -> Response | None:
         job = await asyncio.to_thread(encode_prompts, job, self.entry.tokenizer)
+        client = self.rules.keys.client_of(request)
         return await _while_connected(
-            request.receive, self._write(job, send), self.metrics.count_disconnect
+            request.receive, self._write(job, client, send), self.metrics.count_disconnect
         )
 
     def _choices(self, job: TextJob) -> list[TextChoice]:
@@ -288,9 +289,12 @@ class OpenAIApi:
             for index, request in enumerate(job.requests)
         ]
 
-    async def _write(self, job: TextJob, send: Send) -> Response | None:
+    async def _write(self, job: TextJob, client: str, send: Send) -> Response | None:
         """All choices of a job, in one piece or as a stream."""
-        async with self.slots.slot(), aclosing(_pieces(self.entry, job)) as pieces:
+        async with (
+            self.slots.slot(client) as slot,
+            aclosing(_in_turns(_pieces(self.entry, job), slot)) as pieces,
+        ):
             choices = self._choices(job)
             try:
                 first = await anext(
@@ -441,6 +445,18 @@ async def _pieces(entry: Entry, job: TextJob) -> AsyncGenerator[_IndexedPiece]:
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)  # sessions are free when this returns
+
+
+async def _in_turns(
+    pieces: AsyncGenerator[_IndexedPiece], slot: Slot
+) -> AsyncGenerator[_IndexedPiece]:
+    """The pieces, with pauses in which another client's answer is written."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield piece
+            async with aclosing(slot.take_turns()) as turns:
+                async for _ in turns:
+                    yield None
 
 
 async def _while_connected(

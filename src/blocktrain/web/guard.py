@@ -134,6 +134,12 @@ class Keys:
         matches = sum(hmac.compare_digest(digest, known) for known in self.digests)
         return kind.lower() == "bearer" and matches > 0
 
+    def client_of(self, request: Request) -> str:
+        """Who asks: by the key where there are keys, else by the address."""
+        if not self.digests:
+            return address_of(request)
+        return _digest(request.headers.get("authorization", "").partition(" ")[2].strip()).hex()
+
 
 def keys_of(*secrets: str) -> Keys:
     """Keys of the secrets that are not empty."""
