@@ -12,11 +12,12 @@ from support.waiting import PATIENCE, until
 
 
 def get(
-    url: str, path: str, token: str = TOKEN, **headers: str
+    url: str, path: str, token: str = TOKEN, source: str = "", **headers: str
 ) -> tuple[http.client.HTTPResponse, http.client.HTTPConnection]:
-    """An answer; its body is not read yet."""
+    """An answer; its body is not read yet. `source` is the address to come from."""
     host, port = url.removeprefix("http://").split(":")
-    line = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)
+    mine = (source, 0) if source else None
+    line = http.client.HTTPConnection(host, int(port), timeout=PATIENCE, source_address=mine)
     bearer = {"Authorization": f"Bearer {token}"} if token else {}
     line.request(
         "GET",

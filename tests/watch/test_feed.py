@@ -35,7 +35,7 @@ from blocktrain.watch.server import Listen, WatchedCoordinator, open_coordinator
 from blocktrain.web import guard, server
 from blocktrain.web.client import HttpClient, LocalClient
 from support.command import blocktrain, start
-from support.event_reader import Reader, fetch, parse
+from support.event_reader import Reader, fetch, get, parse
 from support.fake_worker import (
     OPERATOR,
     TOKEN,
@@ -357,6 +357,24 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
         began = time.monotonic()
     assert time.monotonic() - began < 120, "the server waited for streams that have no end"
     assert all(reader.ended for reader in readers[1:])
+
+
+def test_a_member_with_many_streams_does_not_lock_the_others_out(tmp_path: Path) -> None:
+    """All streams are taken from one address; a page from another one gets its place."""
+    with serving(tmp_path) as (_, url, _), ExitStack() as stack:
+        greedy = [Reader(url, source="127.0.0.9") for _ in range(watch_api.MAX_LISTENERS)]
+        for reader in greedy:
+            stack.callback(reader.close)
+            assert reader.answer.status == 200
+        refused, line = get(url, "/v1/events", source="127.0.0.9")
+        assert refused.status == 503 and b"pages are listening" in refused.read()
+        line.close()
+        others = [Reader(url, source=f"127.0.0.{10 + number}") for number in range(3)]
+        for reader in others:
+            stack.callback(reader.close)
+            reader.wait("ready")
+        until(lambda: [r.ended for r in greedy] == [True] * 3 + [False] * 61, "the oldest to end")
+        assert not any(reader.ended for reader in others)
 
 
 def test_a_disk_without_room_for_events_stops_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from blocktrain.protocol.status import Status
 from blocktrain.watch.feed import EVENTS, Event, Feed, History, Listener
 from blocktrain.web import sse
 from blocktrain.web.door import Door, Doorkeeper
+from blocktrain.web.guard import address_of
 from blocktrain.web.pages import page_file
 from blocktrain.web.sse import ALIVE, MEDIA_TYPE, STREAM_HEADERS, EventStream, frame
 
@@ -72,8 +74,9 @@ def page_status(status: Status) -> bytes:
 class _Stream:
     """One listener's connection: wakes up for events, for a new status, and for the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
         loop = asyncio.get_running_loop()
+        self.address = address
         self.flag = asyncio.Event()
         self.status: bytes | None = None
         self.ended = False
@@ -105,7 +108,7 @@ class Streams:
 
     def __init__(self, feed: Feed, status: Callable[[], Status]) -> None:
         self._feed, self._status = feed, status
-        self._open: set[_Stream] = set()
+        self._open: dict[_Stream, None] = {}  # the oldest first
         self._came = asyncio.Event()  # a new listener
         self._ended = False
 
@@ -117,17 +120,34 @@ class Streams:
     async def events(self, request: Request, _: Send) -> Response:
         """GET /v1/events: the history, then live events."""
         after, follow = parse_request(request)
-        if self._ended or len(self._open) >= MAX_LISTENERS:
-            raise Refused(Code.BUSY, f"{len(self._open)} pages are listening")
+        if self._ended:
+            raise Refused(Code.BUSY, "the coordinator stops")
         if request.method == "HEAD":
             return Response(headers=STREAM_HEADERS, media_type=MEDIA_TYPE)
-        stream = _Stream()
-        self._open.add(stream)
+        self._make_room(address_of(request))
+        stream = _Stream(address_of(request))
+        self._open[stream] = None
         self._came.set()
         return EventStream(self._frames(stream, after, follow), lambda: self._leave(stream))
 
+    def _make_room(self, address: str) -> None:
+        """If there are too many, the address with most of them loses its oldest.
+
+        So nobody can lock the others out.
+        """
+        if len(self._open) < MAX_LISTENERS:
+            return
+        crowd = Counter(stream.address for stream in self._open)
+        largest = max(crowd.values())
+        if crowd[address] + 1 >= largest:
+            raise Refused(Code.BUSY, f"{len(self._open)} pages are listening")
+        oldest = next(stream for stream in self._open if crowd[stream.address] == largest)
+        self._leave(oldest)
+        oldest.ended = True
+        oldest.flag.set()
+
     def _leave(self, stream: _Stream) -> None:
-        self._open.discard(stream)
+        self._open.pop(stream, None)
         stream.listener.closed = True
 
     async def _frames(self, stream: _Stream, after: int, follow: bool) -> AsyncIterator[bytes]:
