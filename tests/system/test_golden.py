@@ -204,6 +204,8 @@ def ask(url: str, body: bytes | Json | None = None, method: str = "", **headers:
     """The answer to a GET, or to a POST or PUT with this body."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     content = body
+    if body is not None:
+        named["Content-Type"] = "application/octet-stream"
     if isinstance(body, dict):
         content, named["Content-Type"] = json.dumps(body).encode(), "application/json"
     method = method or ("GET" if body is None else "POST")
