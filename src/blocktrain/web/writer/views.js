@@ -110,9 +110,10 @@ function here({ hosts, model }) {
 }
 
 function putState(cell, host) {
-  const state = host.here ? "here" : host.alive ? "up" : "lost";
+  const state = host.here ? "here" : !host.alive ? "lost" : host.trouble ? "suspect" : "up";
   if (!cell.firstChild) cell.append(make("span"));
-  setAttribute(cell.firstChild, "class", `state ${state}`);
+  setAttribute(cell.firstChild, "class", `state ${state === "suspect" ? "lost" : state}`);
+  setAttribute(cell.firstChild, "title", host.trouble ?? "");
   setText(cell.firstChild, state);
 }
 
