@@ -20,6 +20,7 @@ from blocktrain.serving.blocks import Rows, ServedBlocks, serve_blocks
 from blocktrain.serving.entry.answer import Request, Stats
 from blocktrain.serving.entry.checks import HERE, FeatureClaim, agree, find_liars
 from blocktrain.serving.entry.entry import Entry
+from blocktrain.serving.entry.failover import AnswerFailed
 from blocktrain.serving.metrics import ServingMetrics
 from blocktrain.serving.request_queue import RequestQueue
 from blocktrain.serving.stage.stage import Stage
@@ -137,6 +138,24 @@ async def test_numbers_that_cannot_be_right_count_as_a_lost_stage(
         text, stats = await write(entry, 8)
         assert stats.degraded == (2, 3) and b"\0" not in text
         assert entry.missing_blocks() == [2, 3]
+
+
+@in_a_loop
+async def test_a_ring_that_ends_in_nonsense_fails_its_answer(tmp_path: Path) -> None:
+    config = tiny_config(context=16, compose="euler", objective="denoise", tail=6)
+    run = saved(random_model(config), tmp_path / "ring")
+
+    def broken(rows: Tensor) -> Tensor:
+        return rows * float("nan")
+
+    stage = Stage(lying(serve_blocks(RunModel(run)), broken))
+    await stage.start()
+    entry = Entry(RunModel(run), [stage.address])
+    await entry.start()
+    with pytest.raises(AnswerFailed, match="not finite"):
+        await write(entry, 4)
+    await entry.aclose()
+    await stage.aclose()
 
 
 @in_a_loop
