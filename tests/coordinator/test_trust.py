@@ -40,6 +40,7 @@ from blocktrain.coordinator.state import (
 from blocktrain.protocol import compression
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.tensors import Tensors
+from blocktrain.watch.feed import EVENTS, read_events
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import (
@@ -254,6 +255,9 @@ def test_the_first_update_cannot_be_of_any_length(tmp_path: Path) -> None:
         worker.send(task, payload(worker, task, lambda t: np.full_like(t, 1e4)))
         assert dropped(client) == ["too_long"]
         assert coordinator.run.newest(task.block).version == 0
+        (said,) = [e for e in read_events(tmp_path / EVENTS) if e["kind"] == "refused"]
+        assert (said["worker"], said["code"]) == (worker.id, "too_long")
+        assert "steps change at most" in said["sentence"]
 
 
 def test_a_slow_claim_stretches_no_round(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ class RunHistory:
     standings: dict[str, Standing] = field(default_factory=dict)
     restood: bool = True  # whether `standings` changed since they were last looked at
     barred: set[str] = field(default_factory=set)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    """(worker, reason) of the updates that the last round left out."""
     versions: int = 0  # made by merging
     float32_bytes: int = 0
     """What tasks and updates would have moved if all weights and updates were sent whole."""
@@ -189,8 +191,13 @@ class RunHistory:
         self._stand(body["worker"], Standing.after_miss)
 
     def _drop(self, block: int, reasons: Mapping[str, str]) -> None:
+        self.left_out = []
         for name, reason in reasons.items():
-            self._stand(self._settle(block, name).worker, Standing.after_drop, block, reason)
+            worker = self._settle(block, name).worker
+            self._stand(worker, Standing.after_drop, block, reason)
+            self.left_out.append((worker, reason))
+            self.blocks.setdefault(block, UpdateCounts()).refused += 1
+            self.workers.setdefault(worker, UpdateCounts()).refused += 1
 
     def _stand(self, worker: str, change: Callable[..., Standing], *facts: Any) -> None:
         standing = change(self.standings.get(worker, NEWCOMER), *facts)

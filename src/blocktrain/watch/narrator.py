@@ -137,7 +137,17 @@ class Narrator:
             sentence=body.get("sentence", ""),
         )
 
-    def _round(self, _: TrainingRun, body: Body) -> None:
+    def _left_out(self, run: TrainingRun, block: int) -> None:
+        """Whose updates the round that was just closed did without, and why."""
+        for worker, why in run.history.left_out:
+            code, _, sentence = why.partition(": ")
+            self.feed.put(
+                "refused", code=code, sentence=sentence, worker=worker, block=block, count=1
+            )
+
+    def _round(self, run: TrainingRun, body: Body) -> None:
+        if body.get("dropped"):
+            self._left_out(run, body["block"])
         # One that was closed empty has no clock until its next task.
         deadline = _moment(body["seconds"]) if body["event"] == "extended" else None
         self.feed.put(
@@ -162,6 +172,8 @@ class Narrator:
             weights=body["weights"]["sha256"],
             length=body["weights"]["length"],
         )
+        if body["dropped"]:
+            self._left_out(run, body["block"])
 
     def on_refusal(self, error: Refused, worker: str, block: int) -> None:
         """Count a refusal. It becomes an event later, because anyone may cause many."""
