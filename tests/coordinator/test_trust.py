@@ -216,7 +216,7 @@ def test_who_harms_sits_out_and_may_come_back() -> None:
 
 @contextmanager
 def untrusting(folder: Path, **policy: Any) -> Iterator[tuple[WatchedCoordinator, LocalClient]]:
-    with beginning(folder, defences=True, **policy) as coordinator:
+    with beginning(folder, undefended=False, **policy) as coordinator:
         yield coordinator, LocalClient(coordinator)
 
 

@@ -65,7 +65,7 @@ def begin(
     coordinator = open_coordinator(folder, clock) if clock else open_coordinator(folder)
     usual = {"task_steps": STEPS, "replicas": 1, "compression": "int4", "chunk_bytes": 1024}
     # Its changes are random: judged, they would be left out.
-    chosen = Policy(**{**usual, "defences": False, **policy})
+    chosen = Policy(**{**usual, "undefended": True, **policy})
     coordinator.begin(config, chosen, "words", prepared())
     return coordinator
 

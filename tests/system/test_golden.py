@@ -64,7 +64,7 @@ SHAPE = "--layers-per-block 1 --width 16 --heads 2 --context 32 --z-width 8 --ba
 TRAINED = "--warmup 2 --learning-rate 0.02 --fusion-learning-rate 0.02"
 # Defaults when the values were recorded, of a model and of a coordinator.
 EARLIER = "--optimizer adamw --fusion-share 1 --reference-learning-rate 0.002"
-WHOLE = "--version-compression none"
+WHOLE = "--version-compression none --undefended"
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "jetty")
 
 T = TypeVar("T")

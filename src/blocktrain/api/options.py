@@ -109,7 +109,7 @@ class CoordinateOptions(BeginOptions, total=False):
     decay: float
     clip: float | None
     clip_after: int
-    defences: bool
+    undefended: bool
     outer: Literal["average", "nesterov"]
     outer_learning_rate: float
     outer_momentum: float

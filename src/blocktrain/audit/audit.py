@@ -473,7 +473,7 @@ class Auditor:
     @property
     def _defended(self) -> bool:
         """Whether the run believes nobody."""
-        return self.run is not None and bool(self.run.policy.get("defences", False))
+        return self.run is not None and self.run.policy.get("undefended") is False
 
     def _weights(
         self,

@@ -60,9 +60,9 @@ class Policy(BaseModel):
     """Of the outer Nesterov step."""
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
     """Of the outer Nesterov step."""
-    defences: bool = True
-    """Believe nothing that a member claims: bound every update, judge it on a secret sample of text
-    before it counts, and cap shares. --no-defences is for members who trust each other."""
+    undefended: bool = False
+    """Believe every member: updates are neither bounded by what their steps can change, nor judged
+    on secret text before they count, and shares are not capped."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)
@@ -83,7 +83,7 @@ class Policy(BaseModel):
             task_steps=task_steps,
             clip=None,
             exclusive=True,
-            defences=False,
+            undefended=True,
         )  # all workers are trusted
 
     def options(self, config: Config) -> Options:
@@ -103,7 +103,7 @@ class Policy(BaseModel):
             budget_steps=config.steps,
             fusion_steps=fusion_steps,
             budget_tokens=self.tokens,
-            defences=self.defences,
+            defences=not self.undefended,
         )
 
     def merge_options(self) -> MergeOptions:
@@ -114,7 +114,7 @@ class Policy(BaseModel):
             self.outer_momentum,
             self.clip,
             self.clip_after,
-            defences=self.defences,
+            defences=not self.undefended,
             changes=self.version_compression != "none",
         )
 

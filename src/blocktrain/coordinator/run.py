@@ -213,7 +213,8 @@ class TrainingRun:
                 "the run's settings mean something else to this version of blocktrain; "
                 "use the version that it began with"
             )
-        self.policy = make_policy(document["policy"])
+        # A run that was begun before there was this choice goes on as it began.
+        self.policy = make_policy({"undefended": True, **document["policy"]})
         self.options = replace(self.policy.options(self.config), frozen=self.facts.frozen)
         self.merge_options = self.policy.merge_options()
 
