@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from blocktrain.errors import Conflict, Damaged, StorageFailed
+from blocktrain.files import PIECE
 from blocktrain.protocol.ledger import BEGINNING, LedgerEntry, require_chain
 from blocktrain.protocol.transfer import sha256
 from blocktrain.store.contract import (
-    PIECE,
     ByteCount,
     Changes,
     LeaseTimes,

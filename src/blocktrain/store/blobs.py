@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from blocktrain.errors import Conflict, Damaged, StorageFailed
-from blocktrain.files import sync_folder
+from blocktrain.files import FileSystem, SystemFiles
 from blocktrain.protocol.transfer import sha256
 from blocktrain.store.contract import (
-    PIECE,
     is_blob_name,
     require_blob_name,
     require_chunks,
@@ -29,7 +27,8 @@ _RESTORE = "restore it from a backup or a worker"
 class FolderBlobReader:
     """Files ab/cd/abcd... below a folder, and linked ones. See `contract.BlobReader`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: FileSystem | None = None) -> None:
+        self._files = files or SystemFiles()
         self._names = folder / "blobs"
         # All in one folder, which is made durable once: there are many of them, and all at once.
         self._linked = self._names / "linked"
@@ -40,20 +39,21 @@ class FolderBlobReader:
     def _find(self, name: str) -> Path:
         """Where a blob is. If it is nowhere, where it would be."""
         linked, path = self._linked / require_blob_name(name), self._path(name)
-        return linked if linked.is_file() and not path.is_file() else path
+        files = self._files
+        return linked if files.is_file(linked) and not files.is_file(path) else path
 
     def has(self, name: str) -> bool:
-        return self._find(name).is_file()
+        return self._files.is_file(self._find(name))
 
     def size(self, name: str) -> int:
         try:
-            return self._find(name).stat().st_size
+            return self._files.size(self._find(name))
         except OSError:
             raise Damaged(f"the blob {name} is missing; {_RESTORE}") from None
 
     def read(self, name: str) -> bytes:
         try:
-            content = self._find(name).read_bytes()
+            content = self._files.read(self._find(name))
         except OSError as error:
             raise _unreadable(name, error) from None
         if sha256(content) != name:
@@ -62,10 +62,7 @@ class FolderBlobReader:
 
     def pieces(self, name: str, start: int = 0) -> Iterator[bytes]:
         try:
-            with self._find(name).open("rb") as file:
-                file.seek(start)
-                while piece := file.read(PIECE):
-                    yield piece
+            yield from self._files.pieces(self._find(name), start)
         except OSError as error:
             raise _unreadable(name, error) from None
 
@@ -77,7 +74,8 @@ class FolderBlobReader:
             raise Damaged(f"the blob {name} is damaged on disk; {_RESTORE}")
 
     def names(self) -> Iterator[str]:
-        paths = (*self._names.glob("??/??/*"), *self._linked.glob("*"))
+        find = self._files.find
+        paths = (*find(self._names, "??/??/*"), *find(self._linked, "*"))
         return iter(sorted({path.name for path in paths if is_blob_name(path.name)}))
 
     def export(self, name: str, target: Path) -> None:
@@ -120,8 +118,13 @@ def _unreadable(name: str, error: OSError) -> Damaged:
 class FolderBlobs(FolderBlobReader):
     """Also writes. See `contract.Blobs`. A failed write calls `on_failure`."""
 
-    def __init__(self, folder: Path, on_failure: Callable[[str], object] = lambda _: None) -> None:
-        super().__init__(folder)
+    def __init__(
+        self,
+        folder: Path,
+        on_failure: Callable[[str], object] = lambda _: None,
+        files: FileSystem | None = None,
+    ) -> None:
+        super().__init__(folder, files)
         self._uploads = folder / "uploads"
         self._partial = folder / "partial"
         self._on_failure = on_failure
@@ -129,10 +132,10 @@ class FolderBlobs(FolderBlobReader):
         self._locks = [threading.RLock() for _ in range(STRIPES)]
         self._durable: set[str] = set()  # folders whose names this process has synced
         try:
-            shutil.rmtree(self._partial, ignore_errors=True)  # what a crash left half written
+            self._files.delete_tree(self._partial)  # what a crash left half written
             for part in (self._names, self._uploads, self._partial):
-                part.mkdir(parents=True, exist_ok=True)
-            sync_folder(folder)
+                self._files.make_folder(part)
+            self._files.sync_folder(folder)
         except OSError as error:
             self._fail("prepare the blob folder", error)
 
@@ -140,95 +143,83 @@ class FolderBlobs(FolderBlobReader):
         return self.put_stream([content], sha256(content))
 
     def put_stream(self, pieces: Iterable[bytes], name: str) -> str:
-        target = self._path(name)
+        target, files = self._path(name), self._files
         digest = hashlib.sha256()
         partial: Path | None = None
+
+        def digested() -> Iterator[bytes]:
+            for piece in pieces:
+                digest.update(piece)
+                yield piece
+
         try:
-            handle, path = tempfile.mkstemp(dir=self._partial)
-            partial = Path(path)
-            with os.fdopen(handle, "wb") as out:
-                for piece in pieces:
-                    digest.update(piece)
-                    out.write(piece)
-                if digest.hexdigest() != name:
-                    raise Conflict(
-                        f"the bytes hash to {digest.hexdigest()}, not to {name}: send them again"
-                    )
-                out.flush()
-                os.fsync(out.fileno())
+            partial = files.create(self._partial, digested())
+            if digest.hexdigest() != name:
+                raise Conflict(
+                    f"the bytes hash to {digest.hexdigest()}, not to {name}: send them again"
+                )
+            files.sync(partial)
             self._make_folders(target.parent)
-            partial.replace(target)  # also over an old copy: that one may be damaged
-            sync_folder(target.parent)
+            files.rename(partial, target)  # also over an old copy: that one may be damaged
+            files.sync_folder(target.parent)
         except OSError as error:
             self._fail(f"store the blob {name}", error)
         finally:
             if partial is not None:
-                partial.unlink(missing_ok=True)
+                files.delete(partial)
         return name
 
     def link(self, files: Mapping[str, Path]) -> None:
         try:
-            self._linked.mkdir(exist_ok=True)
+            self._files.make_folder(self._linked)
             for name, path in files.items():
                 self._link_file(path, self._linked / require_blob_name(name))
-            sync_folder(self._linked)
-            sync_folder(self._names)
+            self._files.sync_folder(self._linked)
+            self._files.sync_folder(self._names)
         except OSError as error:
             self._fail(f"take over the files of the corpus ({error.filename})", error)
 
     def _link_file(self, path: Path, target: Path) -> None:
         if target.is_file() and _is_link_or_copy(target.stat(), path.stat()):
             return  # of an earlier start
-        partial = self._partial / target.name
-        partial.unlink(missing_ok=True)
-        try:
-            os.link(path.resolve(), partial)
-        except FileNotFoundError:
-            raise
-        except OSError:  # another disk, or one without links
-            shutil.copyfile(path, partial)
-            with partial.open("rb") as copied:
-                os.fsync(copied.fileno())
-        partial.replace(target)
+        self._files.rename(self._files.copy(path, self._partial), target)
 
     def _make_folders(self, folder: Path) -> None:
         for part in (folder.parent, folder):
             name = part.relative_to(self._names).as_posix()
             if name not in self._durable:
-                part.mkdir(exist_ok=True)
+                self._files.make_folder(part)
                 # Also if it is there: a crash may have come between mkdir and sync.
-                sync_folder(part.parent)
+                self._files.sync_folder(part.parent)
                 self._durable.add(name)
 
     def delete(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
-        (self._linked / name).unlink(missing_ok=True)
+        self._files.delete(self._path(name))
+        self._files.delete(self._linked / name)
 
     def put_chunk(self, task: int, fence: int, index: int, content: bytes) -> str:
-        name = sha256(content)
+        name, files = sha256(content), self._files
         folder = self._upload(task, fence)
         try:
-            if (folder / f"{index}.{name}").is_file():
+            if files.is_file(folder / f"{index}.{name}"):
                 return name
-            handle, path = tempfile.mkstemp(dir=self._partial)
-            partial = Path(path)
+            partial = files.create(self._partial, [content])
             try:
-                with os.fdopen(handle, "wb") as out:
-                    out.write(content)
                 with self._lock(task):
-                    folder.mkdir(parents=True, exist_ok=True)
-                    for old in folder.glob(f"{index}.*"):
-                        old.unlink()
-                    partial.replace(folder / f"{index}.{name}")
+                    files.make_folder(folder)
+                    for old in files.find(folder, f"{index}.*"):
+                        files.delete(old)
+                    files.rename(partial, folder / f"{index}.{name}")
             finally:
-                partial.unlink(missing_ok=True)
+                files.delete(partial)
         except OSError as error:
             self._fail(f"keep chunk {index} of task {task}", error)
         return name
 
     def chunks(self, task: int, fence: int) -> dict[int, str]:
         with self._lock(task):
-            parts = [path.name.partition(".") for path in self._upload(task, fence).glob("*.*")]
+            found = self._files.find(self._upload(task, fence), "*.*")
+        parts = [path.name.partition(".") for path in found]
         return {
             int(index): name for index, _, name in parts if index.isdecimal() and is_blob_name(name)
         }
@@ -240,23 +231,29 @@ class FolderBlobs(FolderBlobReader):
             missing = [
                 index
                 for index, chunk in enumerate(chunks)
-                if here.get(index) != chunk or not _holds(folder / f"{index}.{chunk}", chunk)
+                if here.get(index) != chunk or not self._holds(folder / f"{index}.{chunk}", chunk)
             ]
             for index in missing:
-                (folder / f"{index}.{here.get(index)}").unlink(missing_ok=True)
+                self._files.delete(folder / f"{index}.{here.get(index)}")
             require_chunks(task, missing, len(chunks))
             parts = (folder / f"{index}.{chunk}" for index, chunk in enumerate(chunks))
-            return self.put_stream((part.read_bytes() for part in parts), name)
+            return self.put_stream((self._files.read(part) for part in parts), name)
 
     def drop_chunks(self, task: int, fence: int) -> None:
         with self._lock(task):
-            shutil.rmtree(self._upload(task, fence), ignore_errors=True)
+            self._files.delete_tree(self._upload(task, fence))
 
     def keep_uploads(self, tasks: set[tuple[int, int]]) -> None:
         names = {self._upload(task, fence).name for task, fence in tasks}
-        for folder in self._uploads.iterdir():
+        for folder in self._files.find(self._uploads, "*"):
             if folder.name not in names:
-                shutil.rmtree(folder, ignore_errors=True)
+                self._files.delete_tree(folder)
+
+    def _holds(self, path: Path, name: str) -> bool:
+        try:
+            return sha256(self._files.read(path)) == name
+        except OSError:
+            return False
 
     def _lock(self, task: int) -> threading.RLock:
         return self._locks[task % STRIPES]
@@ -272,10 +269,3 @@ class FolderBlobs(FolderBlobReader):
         )
         self._on_failure(why)
         raise StorageFailed(why) from error
-
-
-def _holds(path: Path, name: str) -> bool:
-    try:
-        return sha256(path.read_bytes()) == name
-    except OSError:
-        return False

@@ -22,7 +22,6 @@ from blocktrain.protocol.ledger import BEGINNING, EntryKind, LedgerEntry, entry_
 from blocktrain.protocol.messages import update_id
 from blocktrain.protocol.positions import Ranges, add_range
 
-PIECE = 1 << 20  # bytes that are read from a blob at a time
 KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 _NAME = re.compile(r"[0-9a-f]{64}\Z")
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.errors import Conflict, Damaged, RunError, StorageFailed
+from blocktrain.files import PIECE
 from blocktrain.protocol.identity import canonical_json
 from blocktrain.protocol.ledger import LedgerEntry
 from blocktrain.protocol.transfer import sha256
 from blocktrain.store.contract import (
     NOTHING,
-    PIECE,
     ByteCount,
     Changes,
     LeaseRecord,
