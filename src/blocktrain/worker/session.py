@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from blocktrain.clock import Clock
@@ -17,7 +18,6 @@ from blocktrain.protocol.refusals import Code, Refused, Then
 from blocktrain.protocol.tensors import Tensors
 from blocktrain.protocol.transfer import split
 from blocktrain.web.client import retry_later, upload
-from blocktrain.worker.state import PendingUpdate
 
 T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0  # seconds
@@ -31,6 +31,43 @@ class EventHandler(Protocol):
     """Receives every event of a worker: a kind and its fields. Called from several threads."""
 
     def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+def _start_thread(work: Callable[[], None], name: str) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
+class TrainedTask(Protocol):
+    """A task and its update, which has no answer yet. See `worker.state.PendingUpdate`."""
+
+    @property
+    def task(self) -> m.Task: ...
+
+    @property
+    def submission(self) -> m.Submission: ...
+
+
+class Uploader(Protocol):
+    """See `web.client.upload`."""
+
+    def __call__(
+        self,
+        client: Calls,
+        task: int,
+        ticket: str,
+        chunks: list[bytes],
+        progress: Callable[[int], None],
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a session needs of its process besides a clock. A simulation brings its own."""
+
+    start: Callable[[Callable[[], None], str], None] = _start_thread
+    upload: Uploader = upload
+    nonce: Callable[[], str] = new_nonce
+    uniform: Callable[[float, float], float] = random.uniform
 
 
 def pause(clock: Clock, seconds: float, stopped: Callable[[], bool]) -> None:
@@ -51,8 +88,13 @@ class Retries:
     Shared by all threads of a worker, so that an outage is announced once.
     """
 
-    def __init__(self, emit: EventHandler, clock: Clock) -> None:
-        self._emit, self._clock = emit, clock
+    def __init__(
+        self,
+        emit: EventHandler,
+        clock: Clock,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._emit, self._clock, self._uniform = emit, clock, uniform
         self._away = False
         self._mutex = threading.Lock()
 
@@ -67,7 +109,7 @@ class Retries:
                     raise
                 pause(self._clock, 0.0, stopped)  # a stop is no outage
                 self._note(away=isinstance(error, Unreachable), reason=str(error))
-                pause(self._clock, seconds * random.uniform(0.5, 1.0), stopped)
+                pause(self._clock, seconds * self._uniform(0.5, 1.0), stopped)
                 seconds = min(2 * seconds, LONGEST_PAUSE)
             else:
                 self._note(away=False)
@@ -85,10 +127,18 @@ class Retries:
 class WorkerSession:
     """The calls of one worker, each signed with its key."""
 
-    def __init__(self, client: Calls, identity: Identity, emit: EventHandler, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: Calls,
+        identity: Identity,
+        emit: EventHandler,
+        clock: Clock,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         self.client, self.identity, self.emit, self.clock = client, identity, emit, clock
+        self.surroundings = surroundings or Surroundings()
         self.run = self.fingerprint = self.key = ""  # known after joining
-        self.retries = Retries(emit, clock)
+        self.retries = Retries(emit, clock, self.surroundings.uniform)
 
     def now_ms(self) -> int:
         """This machine's wall clock, in milliseconds since 1970."""
@@ -104,7 +154,7 @@ class WorkerSession:
             held=held,
             speed=speed,
             leaving=leaving,
-            nonce=new_nonce(),
+            nonce=self.surroundings.nonce(),
         )
         return self.client.next_task(self.identity.sign(message)).next
 
@@ -122,13 +172,14 @@ class WorkerSession:
             step=step,
             loss=loss,
             bytes=sent,
-            nonce=new_nonce(),
+            nonce=self.surroundings.nonce(),
         )
         return self.client.heartbeat(self.identity.sign(message))
 
     def submit(self, submission: m.Submission) -> m.SubmitReply:
         """Submit once, and check the receipt against the coordinator's key."""
-        fresh = submission.model_copy(update={"nonce": new_nonce(), "time": self.now_ms()})
+        renewed = {"nonce": self.surroundings.nonce(), "time": self.now_ms()}
+        fresh = submission.model_copy(update=renewed)
         reply = self.client.submit(self.identity.sign(fresh))
         verify(reply.receipt, self.key)
         if (reply.receipt.update, reply.receipt.worker) != (submission.update, submission.worker):
@@ -146,12 +197,9 @@ class HeartbeatThread:
         self.error: BlockTrainError | None = None
         self._session, self._task = session, task
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=self._send, name=f"heartbeat-{task.task}", daemon=True
-        )
 
     def __enter__(self) -> HeartbeatThread:
-        self._thread.start()
+        self._session.surroundings.start(self._send, f"heartbeat-{self._task.task}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -184,7 +232,7 @@ class UpdateUpload:
     def __init__(
         self,
         session: WorkerSession,
-        pending: PendingUpdate,
+        pending: TrainedTask,
         payload: bytes,
         residual: Tensors | None,
         *,
@@ -198,7 +246,7 @@ class UpdateUpload:
         self._session, self.payload = session, payload
         self._uploaded = resend  # perhaps even answered: then submitting again is enough
         self._cancelled = threading.Event()
-        threading.Thread(target=self._run, name=f"upload-{pending.task.task}", daemon=True).start()
+        session.surroundings.start(self._run, f"upload-{pending.task.task}")
 
     def cancel(self) -> None:
         """Stop trying. The update is on the disk, and is sent at the next start."""
@@ -221,7 +269,8 @@ class UpdateUpload:
             if not self._uploaded:
                 self.sent = 0
                 chunks = split(self.payload, task.chunk_bytes)
-                upload(self._session.client, task.task, task.ticket, chunks, self._count)
+                send = self._session.surroundings.upload
+                send(self._session.client, task.task, task.ticket, chunks, self._count)
                 self._uploaded = True
             try:
                 return self._session.submit(self.pending.submission)
