@@ -266,13 +266,13 @@ class UpdateUpload:
         """Upload the missing chunks, then submit. Both are safe to repeat."""
         task = self.pending.task
         for _ in range(RESENDS):
-            if not self._uploaded:
-                self.sent = 0
-                chunks = split(self.payload, task.chunk_bytes)
-                send = self._session.surroundings.upload
-                send(self._session.client, task.task, task.ticket, chunks, self._count)
-                self._uploaded = True
             try:
+                if not self._uploaded:
+                    self.sent = 0
+                    chunks = split(self.payload, task.chunk_bytes)
+                    send = self._session.surroundings.upload
+                    send(self._session.client, task.task, task.ticket, chunks, self._count)
+                    self._uploaded = True
                 return self._session.submit(self.pending.submission)
             except Refused as error:
                 if error.rule.then is not Then.RESEND:
