@@ -15,7 +15,6 @@ from blocktrain.cli import (
     data,
     evaluate,
     generate,
-    huggingface,
     plan,
     run,
     serve,
@@ -36,8 +35,8 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         train.train,
         evaluate.evaluate,
         generate.generate,
-        huggingface.export,
-        huggingface.push,
+        evaluate.export,
+        evaluate.push,
         data.data,
     ),
     "Across machines": (
