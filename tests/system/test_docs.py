@@ -36,7 +36,10 @@ SHORT_BENCHES: dict[str, list[str]] = {
     "memory": [],
     "step": ["--repeats", "3"],
 }  # the others have tests of their own
-ALONE = ("plan", "train", "data", "evaluate", "generate", "export", "push", "doctor", "bench")
+ALONE = (
+    *("plan", "train", "data", "evaluate", "generate", "export", "push", "doctor", "bench"),
+    "simulate",
+)
 TOGETHER = (
     "coordinator",
     "worker",
@@ -129,6 +132,8 @@ def shrunk(words: list[str]) -> list[str]:
         return [*kept, *TINY, "--blocks", "2", *data]  # a process for each block
     if words[0] == "bench":
         return [*words, *SHORT_BENCHES[words[1]]]
+    if words[0] == "simulate":
+        return [*words, "--bug", "mean-of-the-last"] if "--planted" in words else [*words[:-1], "2"]
     return [*words, "--max-tokens", "8"] if words[0] == "generate" else words
 
 

@@ -18,6 +18,7 @@ from blocktrain.cli import (
     plan,
     run,
     serve,
+    simulate,
     train,
 )
 from blocktrain.cli.flags import HELP_ALL, explain
@@ -49,6 +50,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         run.pull,
         run.audit,
         run.replay,
+        simulate.simulate,
     ),
     "Serving": (serve.serve, serve.stage),
 }
