@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blocktrain.simulation.planted import Hunt
     from blocktrain.simulation.seeds import FailedSeed, SeedSummary
 
-SEEDS, SEEDS_PER_BUG = 200, 150
+SEEDS, SEEDS_PER_BUG = 200, 300
 AtLeastOne = Annotated[int | None, at_least(1, 10**9)]
 
 
