@@ -84,7 +84,7 @@ class PlannedFault(_Frozen):
     orderly: bool = False
 
 
-Pace = Annotated[float, Field(gt=0, le=100)]
+StepPace = Annotated[float, Field(gt=0, le=100)]
 
 
 class WorldSettings(_Frozen):
@@ -104,7 +104,7 @@ class WorldSettings(_Frozen):
     values: Annotated[int, Field(ge=1, le=10**5)] = 1500
     """Weights of a block besides its tags."""
     store: Literal["memory", "sql"] = "memory"
-    honest: Annotated[tuple[Pace, ...], Field(min_length=1, max_length=16)] = (1.0,)
+    honest: Annotated[tuple[StepPace, ...], Field(min_length=1, max_length=16)] = (1.0,)
     """Seconds per step of each honest worker."""
     byzantine: Annotated[tuple[Member, ...], Field(max_length=16)] = ()
     calm: Annotated[float, Field(ge=0, le=1e4)] = 60.0
