@@ -66,7 +66,7 @@ class SimulatedCoordinator(Coordinator):
         return bool(self._closer._claimed)
 
 
-class Door(LocalClient):
+class LocalDoor(LocalClient):
     """The calls of a coordinator, message by message through their bytes."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -98,7 +98,7 @@ class CoordinatorNode:
         self.effects = self.starts = 0
         self.crashes = 0  # ends that may leave something behind
         self.coordinator: SimulatedCoordinator | None = None
-        self.door: Door | None = None
+        self.door: LocalDoor | None = None
         self.store: EffectStore | None = None
         self.clock = SimulatedTime(scheduler, 1000.0)
         self._uptime, self._began = 0.0, 1000.0
@@ -174,7 +174,7 @@ class CoordinatorNode:
                 world, config = self._tape.world, self._tape.world.config(self._tape.seed)
                 coordinator.begin(config, world.policy(), "noise", self._folder / "prepared")
             coordinator.tick()
-            self.coordinator, self.door = coordinator, Door(coordinator)
+            self.coordinator, self.door = coordinator, LocalDoor(coordinator)
             self._scheduler.after(TICK_SECONDS, self._tick(coordinator))
         except (Died, StorageFailed) as error:
             self.end(error)
