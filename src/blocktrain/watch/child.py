@@ -13,8 +13,8 @@ from typing import Any
 class Child:
     """The answers of `python -m MODULE`. It has torch, which its parent does not load."""
 
-    def __init__(self, module: str, seconds: float | None = None) -> None:
-        self._module, self._seconds, self._stopped = module, seconds, False
+    def __init__(self, module: str) -> None:
+        self._module, self._stopped = module, False
         self._process: subprocess.Popen[str] | None = None
         # Guards the process: one thread starts it, another one ends it.
         self._mutex = threading.Lock()
@@ -24,8 +24,8 @@ class Child:
         """Its process id, if it runs."""
         return self._process.pid if self._process else None
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer, or {"error": ...}. One that takes longer than `seconds` is ended."""
+    def ask(self, question: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Its answer, or {"error": ...}. If that takes longer than `seconds`, it is ended."""
         with self._mutex:
             if self._stopped:
                 return {"error": "stopped"}
@@ -39,7 +39,7 @@ class Child:
                     process_group=0,  # Ctrl-C is not for it
                 )
             process = self._process
-        limit = threading.Timer(self._seconds, process.kill) if self._seconds else None
+        limit = threading.Timer(seconds, process.kill) if seconds else None
         try:
             if process.stdin is None or process.stdout is None:
                 raise OSError("no pipes")

@@ -32,6 +32,7 @@ from blocktrain.watch.scorer import StoredCorpus, answer_lines
 
 GROUPS = 8  # of sequences: their differences tell the noise
 MOST_SEQUENCES = 32
+MOST_TOKENS = 8192  # of all sequences: without a GPU a forward pass of a large block takes minutes
 DEVIATIONS = 3.0  # standard errors that a gain may be off
 
 
@@ -82,9 +83,11 @@ class Canary:
         if isinstance(self._block, FusionBlock):
             self._block.readout.copy_from(self._sources)
         self._table = target_table(config)
-        count = min(MOST_SEQUENCES, max(GROUPS, 2 * config.batch))
+        length = min(config.context, MOST_TOKENS // GROUPS)
+        count = max(GROUPS, min(MOST_SEQUENCES, 2 * config.batch, MOST_TOKENS // length))
         order = SequenceOrder(corpus.index, config.context, self._seed, self._index)
-        self._groups = np.array_split(batches(order, count, corpus.open)(0), GROUPS)
+        rows = batches(order, count, corpus.open)(0)[:, : length + 1]
+        self._groups = np.array_split(rows, GROUPS)
         self._before: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from blocktrain.errors import StorageFailed
 from blocktrain.watch.child import Child
 
 MODULE = "blocktrain.watch.judge"
-SECONDS = 600.0  # that an answer may take
+SECONDS = 600.0  # that an answer may take for the weights before, and for each suspect
 TRIES = 3
 
 
@@ -18,7 +18,7 @@ class ProcessJudge:
     """Asks `watch.judge`. Without its answer no round can be closed."""
 
     def __init__(self, run: TrainingRun) -> None:
-        self._run, self._child = run, Child(MODULE, SECONDS)
+        self._run, self._child = run, Child(MODULE)
 
     def judge(self, question: Question) -> list[Judged]:
         run, tokenizer = self._run, self._run.facts.corpus.tokenizer
@@ -33,8 +33,9 @@ class ProcessJudge:
             "features": {str(pin.block): pin.weights.sha256 for pin in question.features},
             "suspects": [vars(suspect) for suspect in question.suspects],
         }
+        seconds = SECONDS * (1 + len(question.suspects))
         for _ in range(TRIES):
-            answer = self._child.ask(asked)
+            answer = self._child.ask(asked, seconds)
             if "error" not in answer:
                 return [Judged(**verdict) for verdict in answer["judged"]]
         raise StorageFailed(
