@@ -237,6 +237,7 @@ class SimulatedWorker:
 
     def go(self) -> None:
         """Leave at the next opportunity."""
+        self._notes.leaves += 1
         self._stop.set()
 
     async def live(self) -> None:
@@ -340,7 +341,6 @@ class SimulatedWorker:
         return reply.next
 
     async def _leave(self) -> None:
-        self._notes.leaves += 1
         if self._says_goodbye and self._join_reply is not None:
             try:
                 await self._ask(leaving=True)
