@@ -112,7 +112,8 @@ class TransportOptions:
     def trial(
         self, name: str, config: Config, policy: Policy, places: Sequence[Placement]
     ) -> Trial:
-        """A run of this bench."""
+        """A run of this bench. To start a process that judges would take longer than a tiny run."""
+        policy = policy.model_copy(update={"undefended": self.scale == "tiny"})
         return Trial(
             self.folder / name, config, policy, self.source, tuple(places), self.sizes.valid_bytes
         )
