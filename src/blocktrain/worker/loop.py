@@ -357,7 +357,7 @@ class Worker:
         seconds: float,
     ) -> UpdateUpload:
         order, continued = task.order, training.lineage_before
-        after, payload = training.finish(order)
+        after, payload = self._compress(order, training)
         submission = m.Submission(
             run=self._session.run,
             worker=self._id,
@@ -392,6 +392,10 @@ class Worker:
             **SpeedMeter(training.trainer).fields(order.steps / seconds),
         )
         return UpdateUpload(self._session, pending, payload, after.residual, resend=False)
+
+    def _compress(self, order: m.Order, training: BlockTraining) -> tuple[TrainingState, bytes]:
+        """The state after an order, and its update."""
+        return training.finish(order)
 
     def _prepare(self, order: m.Order, folder: BlockFolder) -> BlockTraining:
         """A trainer at the start of an order, with the state that it continues or a fresh one."""

@@ -1,0 +1,1 @@
+"""Members that attack a run: what they make of an honest update."""
