@@ -8,6 +8,7 @@ import pytest
 
 from blocktrain.coordinator.assignment import assign, choose_block, fusion_open, size_task
 from blocktrain.coordinator.state import (
+    Assignment,
     BlockState,
     Grant,
     Lease,
@@ -19,6 +20,7 @@ from blocktrain.coordinator.state import (
     WaitingUpdate,
     WorkerState,
     apply_grant,
+    begin_again,
     with_lease,
     with_worker,
 )
@@ -412,3 +414,32 @@ def test_train_reads_where_its_schedule_is() -> None:
     options = Options.exact(50, 1000)
     state = RunState(blocks={1: BlockState(version=3, steps=150, read=((0, 200),))})
     assert batches_of(state, "a", options).lease.batches == (150, 200)
+
+
+def granted(found: Assignment) -> Grant:
+    assert isinstance(found, Grant), found
+    return found
+
+
+def test_exclusive_who_was_away_has_its_block_no_more() -> None:
+    options = Options.exact(5, 50)
+    state = RunState(blocks=blocks(0), workers=workers(None, None))
+    state = apply_grant(state, granted(assign(0.0, state, options, "w0")))
+    away = with_worker(state, replace(state.workers["w1"], seen=options.alive + 1))
+    first = granted(assign(options.alive + 1, away, options, "w1"))
+    assert first.lease.fence == 2
+    state = apply_grant(away, first)
+    state = with_worker(state, replace(state.workers["w0"], seen=options.alive + 2))
+    late = assign(options.alive + 2, state, options, "w0")
+    assert isinstance(late, Postpone) and "has its worker" in late.reason
+    assert granted(assign(options.alive + 2, state, options, "w1")).resumed, "it goes on"
+
+
+def test_exclusive_a_new_process_trains_again_what_its_disk_has_lost() -> None:
+    options = Options.exact(5, 50)
+    state = RunState(blocks=blocks(0), workers=workers(None))
+    grant = granted(assign(0.0, state, options, "w0"))
+    state = with_lease(apply_grant(state, grant), replace(grant.lease, trained=True))
+    assert isinstance(assign(1.0, state, options, "w0"), Postpone), "it uploads"
+    again = granted(assign(1.0, begin_again(state, "w0"), options, "w0"))
+    assert again.resumed and again.lease.task == grant.lease.task

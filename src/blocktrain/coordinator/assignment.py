@@ -264,7 +264,8 @@ def _grant(
     size = _shorten(size, end - position, block, worker)
     lease = _lease(now, state, options, worker, (index, again, size, position, deadline))
     redo = f"; again, after the lease of {again.worker} ran out" if again else ""
-    return Grant(lease, deadline, length, False, f"{why}; {size.reason}{redo}")
+    reason = f"{why}; {size.reason}{redo}"
+    return Grant(lease, deadline, length, False, reason, alone=options.exclusive)
 
 
 def _grown(options: Options, standing: Standing) -> Options:

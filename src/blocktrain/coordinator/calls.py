@@ -148,7 +148,10 @@ class Coordinator:
                 )
                 notes.append(note("join", joined))
             run.known[name] = WorkerRecord(name, message.public_key, message.name)
-            run.save(state.with_worker(run.state, worker), notes)
+            after = state.with_worker(run.state, worker)
+            if run.options.exclusive:  # its lease is long, and nobody else gets the task meanwhile
+                after = state.begin_again(after, name)
+            run.save(after, notes)
             return m.JoinReply(
                 protocol=m.PROTOCOL,
                 run=run.id,

@@ -275,6 +275,7 @@ class Grant:
     length: float
     resumed: bool
     reason: str
+    alone: bool = False  # no other worker has the block from now on
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,15 @@ def without_worker(state: RunState, worker: str) -> RunState:
     return replace(state, leases=leases, workers=workers)
 
 
+def begin_again(state: RunState, worker: str) -> RunState:
+    """A worker's process is new: it uploads nothing, and may have lost what it had trained."""
+    leases = {
+        t: replace(lease, trained=False) if lease.worker == worker and lease.trained else lease
+        for t, lease in state.leases.items()
+    }
+    return replace(state, leases=leases)
+
+
 def apply_grant(state: RunState, grant: Grant) -> RunState:
     """After a task was handed out."""
     lease = grant.lease
@@ -338,6 +348,9 @@ def apply_grant(state: RunState, grant: Grant) -> RunState:
             block, round=replace(block.round, deadline=grant.deadline, length=grant.length)
         )
     state = with_lease(with_block(state, lease.block, block), lease)
+    if grant.alone:  # whoever had it before was away, and must not hold it when it comes back
+        for other in [w for w in state.workers.values() if w.block == lease.block]:
+            state = with_worker(state, replace(other, block=None))
     if worker := state.workers.get(lease.worker):
         state = with_worker(state, replace(worker, block=lease.block))
     return replace(state, next_task=max(state.next_task, lease.task + 1))

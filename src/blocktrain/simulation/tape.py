@@ -241,8 +241,6 @@ def _timed_faults(draw: random.Random, weather: float, world: WorldSettings) -> 
         seconds = draw.choice((0.5, 5.0, 30.0, 90.0)) * draw.uniform(0.5, 1.5)
         if kind == "wall":
             seconds *= draw.choice((-40, 1, 40))
-        elif world.exclusive:  # whoever is away for longer loses its block for good
-            kind, seconds = "kill" if kind == "wipe" else kind, min(seconds, 5.0)
         faults.append(
             PlannedFault(
                 kind=kind,
