@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blocktrain.bench import hardware as options_of
+from blocktrain.bench.attacks import matrix as attack_matrix
 from blocktrain.bench.corpus import CorpusOptions, measure_corpus
 from blocktrain.bench.machine import BenchResult, header
 from blocktrain.bench.memory import measure_memory
@@ -152,6 +153,28 @@ def tune(options: QualityOptions) -> BenchResult:
         "rows": tuning.table(folder),
     }
     write_json(options.folder / "tune.json", result)
+    return result
+
+
+def attacks(options: attack_matrix.MatrixOptions) -> BenchResult:
+    """All runs of the matrix; leaves attacks.json and attacks.png in the folder."""
+    options.source.require_outside(options.folder)
+    config = options.config(options.seed)
+    options.source.open(tokenizer_of(config)).require(config.context)
+    _same_settings(options.folder, config, options.source)
+    _run(attack_matrix.jobs(options), options.slots, "attacks")
+    result = {
+        **header(options.command, options.seed),
+        "scale": options.scale,
+        "data": options.source.name,
+        "runs": options.runs,
+        "members": options.sizes.members,
+        "settings": config.model_dump(),
+        **attack_matrix.matrix(options),
+    }
+    write_json(options.folder / "attacks.json", result)
+    attack_matrix.plot(options.folder / "attacks.png", result)
+    console.print(f"wrote {options.folder / 'attacks.json'} and attacks.png")
     return result
 
 

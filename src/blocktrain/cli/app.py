@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
 BENCHES: tuple[Command, ...] = (
     bench.quality,
     bench.gaps,
+    bench.attacks,
     bench.memory,
     bench.step,
     bench.hardware,

@@ -107,6 +107,61 @@ def quality(
     commands.show(result, json_)
 
 
+def attacks(
+    *,
+    scale: Literal["tiny", "standard"] = "tiny",
+    attacks: Annotated[list[str] | None, Parameter(consume_multiple=True, negative=())] = None,
+    shares: Annotated[list[int] | None, Parameter(consume_multiple=True, negative=())] = None,
+    runs: Annotated[int, at_least(1, 100)] = 4,
+    data: str | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """What members that attack do to a model: each attack by each share of the members.
+
+    Ten members train one block in rounds, with the coordinator's own rounds, judgement, merge and
+    standings, in one process. Each run is compared with a clean one, in which as many honest
+    members read the same batches, and with the same attack on a run without defences. An
+    interrupted bench continues where it stopped when called again.
+
+    Parameters
+    ----------
+    scale
+        tiny (width 32, 20 rounds of 8 steps: 10 s a run) or standard (width 64, rounds of 32 steps:
+        a minute a run).
+    attacks
+        Only these, by name; by default all.
+    shares
+        Attackers among the members in percent; by default 10 25 40.
+    runs
+        Of each cell, with seeds from --seed on.
+    data
+        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+    out
+        Folder for results, JSON and plot; by default results/attacks-SCALE-CORPUS.
+    """
+    from blocktrain.bench import commands
+    from blocktrain.bench.attacks.matrix import SCALES, MatrixOptions, require_attacks
+
+    if wrong := [share for share in shares or () if not 1 <= share <= 90]:
+        raise ConfigError(f"--shares {wrong[0]}: a share is 1 to 90 percent of the members")
+    data = data or ("wikitext2" if scale == "standard" else "stdlib")
+    options = MatrixOptions(
+        out or Path("results") / f"attacks-{scale}-{Path(data).stem}",
+        scale,
+        SCALES[scale],
+        source(data),
+        require_attacks(attacks or []),
+        tuple(dict.fromkeys(shares or (10, 25, 40))),
+        runs,
+        seed,
+        cores(),
+        command_line(),
+    )
+    commands.show(commands.attacks(options), json_)
+
+
 def gaps(*folders: Path, out: Path | None = None, json_: Json = False) -> None:
     """How the gap of every row to end to end moves with compute, as a table and a plot.
 

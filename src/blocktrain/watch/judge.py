@@ -42,15 +42,19 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         blobs = read_blobs(question["store"])
         if question["tokenizer"] is not None:
             load_tokenizer(blobs.read(question["tokenizer"]))
-        canary = Canary(config, blobs, StoredCorpus(blobs, question["index"]), question)
-        before = unpack(blobs.read(question["weights"]))
-        judged = [
-            canary.judge(before, _proposal(blobs, before, suspect))
-            for suspect in question["suspects"]
-        ]
-        return {"judged": judged}
+        corpus = StoredCorpus(blobs, question["index"])
+        return {"judged": judge_suspects(config, blobs, corpus, question)}
     except (BlockTrainError, OSError, RuntimeError, MemoryError) as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def judge_suspects(
+    config: Config, blobs: BlobReader, corpus: TokenCorpus, question: Mapping[str, Any]
+) -> list[dict[str, float]]:
+    """The fields of `Judged` for each suspect."""
+    canary = Canary(config, blobs, corpus, question)
+    before = unpack(blobs.read(question["weights"]))
+    return [canary.judge(before, _proposal(blobs, before, s)) for s in question["suspects"]]
 
 
 def _proposal(blobs: BlobReader, before: Tensors, suspect: Mapping[str, Any]) -> Tensors:

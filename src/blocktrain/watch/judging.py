@@ -14,6 +14,17 @@ SECONDS = 600.0  # that an answer may take for the weights before, and for each 
 TRIES = 3
 
 
+def as_fields(question: Question) -> dict[str, Any]:
+    """A question as the process reads it."""
+    return {
+        "block": question.block,
+        "seed": question.seed,
+        "weights": question.weights,
+        "features": {str(pin.block): pin.weights.sha256 for pin in question.features},
+        "suspects": [vars(suspect) for suspect in question.suspects],
+    }
+
+
 class ProcessJudge:
     """Asks `watch.judge`. Without its answer no round can be closed."""
 
@@ -27,11 +38,7 @@ class ProcessJudge:
             "config": dict(run.facts.config),
             "index": run.facts.corpus.index.sha256,
             "tokenizer": tokenizer.sha256 if tokenizer else None,
-            "block": question.block,
-            "seed": question.seed,
-            "weights": question.weights,
-            "features": {str(pin.block): pin.weights.sha256 for pin in question.features},
-            "suspects": [vars(suspect) for suspect in question.suspects],
+            **as_fields(question),
         }
         seconds = SECONDS * (1 + len(question.suspects))
         for _ in range(TRIES):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class HonestUpdate:
     """A seed that all attackers of a run share, for what they do together."""
     others: Sequence[Tensors] = ()
     """Updates of others that it could read, newest last."""
+    weights: Tensors = field(default_factory=dict)
+    """What it started from."""
 
 
 Change = Callable[[HonestUpdate], Tensors]
@@ -108,6 +110,17 @@ def sleep_and_flip(update: HonestUpdate) -> Tensors:
     return update.delta if update.number < 10 else scaled(update.delta, -3.0)
 
 
+def stay_under_the_clip(update: HonestUpdate) -> Tensors:
+    """The opposite, as long as the clip lets pass whole."""
+    return scaled(update.delta, -2.9)
+
+
+def replace_weights(update: HonestUpdate) -> Tensors:
+    """Other weights instead of better ones: those of each tensor, shuffled."""
+    before = update.weights or update.delta
+    return {name: update.draw.permuted(t, axis=None) - t for name, t in before.items()}
+
+
 def flat(update: HonestUpdate) -> Tensors:
     """The same number everywhere: a payload of a few bytes that decodes to a whole block."""
     size = sum(t.size for t in update.delta.values())
@@ -137,6 +150,8 @@ class Attack:
     change: Change
     text: TextChange = read_as_it_is
     reads_others: bool = False
+    reads_canary: bool = False
+    """Trains on the text on which the last round was judged."""
 
 
 ATTACKS: dict[str, Attack] = {
@@ -154,6 +169,13 @@ ATTACKS: dict[str, Attack] = {
     "drift": Attack("leans a little into a direction that all attackers share", drift),
     "turncoat": Attack(
         "is honest ten times, and then sends the opposite, three times", sleep_and_flip
+    ),
+    "under-clip": Attack(
+        "sends the opposite, just short enough not to be clipped", stay_under_the_clip
+    ),
+    "random-weights": Attack("sends its weights in another order", replace_weights),
+    "canary-overfit": Attack(
+        "trains on the text of the last judgement alone", send_honestly, reads_canary=True
     ),
     "flat": Attack("sends few bytes that decode to a whole block", flat),
     "copy": Attack("sends the update of another as its own", copy, reads_others=True),
