@@ -648,6 +648,7 @@ def test_a_jump_of_the_wall_clock_changes_no_deadline(tmp_path: Path, jump: floa
 
 @pytest.mark.parametrize(("hours", "taken"), [(0, True), (0.9, True), (1.1, False), (100, False)])
 def test_an_old_manifest_is_refused(tmp_path: Path, hours: float, taken: bool) -> None:
+    """A15: a mirror serves an expired manifest for ever."""
     clock = SimulatedClock(1000.0)
     with (
         beginning(tmp_path, clock=clock) as coordinator,
@@ -667,6 +668,7 @@ def test_an_old_manifest_is_refused(tmp_path: Path, hours: float, taken: bool) -
 
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_recorded_goodbye_sends_nobody_away(tmp_path: Path, restart: bool) -> None:
+    """A15: somebody repeats a captured request to leave, and its worker is thrown out."""
     clock = SimulatedClock(1000.0)
     with ExitStack() as stack:
         coordinator = stack.enter_context(beginning(tmp_path, clock=clock))

@@ -231,6 +231,7 @@ def dropped(client: LocalClient) -> list[str]:
 
 
 def test_claims_and_zeros_end_no_run(tmp_path: Path) -> None:
+    """A1: a member claims 1e9 steps/s and answers zeros, to end the run with its own loss."""
     with untrusting(tmp_path, task_steps=None, task_seconds=20.0) as (coordinator, client):
         liar = FakeWorker(client)
         task = as_task(liar.join(speed=1e9).next)
@@ -249,6 +250,7 @@ def test_claims_and_zeros_end_no_run(tmp_path: Path) -> None:
 
 
 def test_the_first_update_cannot_be_of_any_length(tmp_path: Path) -> None:
+    """A2: a giant first update, before the block knows what is usual."""
     with untrusting(tmp_path) as (coordinator, client):
         worker = FakeWorker(client)
         task = worker.joined()

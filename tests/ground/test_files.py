@@ -50,6 +50,7 @@ def test_what_a_killed_process_left_is_not_written_into(tmp_path: Path) -> None:
 def test_the_operator_token_is_never_readable_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A16: another user of the machine reads the operator's token before its mode is set."""
     seen: dict[str, int] = {}
     rename = Path.replace
 
@@ -65,6 +66,7 @@ def test_the_operator_token_is_never_readable_by_others(
 
 
 def test_a_worker_keeps_its_cache_to_itself(tmp_path: Path) -> None:
+    """A16: another user reads a worker's key and cache."""
     cache = tmp_path / "new" / "cache"
     with own_identity(cache):
         for folder in (cache.parent, cache, cache / "identities"):
@@ -76,5 +78,6 @@ def test_a_worker_keeps_its_cache_to_itself(tmp_path: Path) -> None:
 
 
 def test_a_training_state_is_private(tmp_path: Path) -> None:
+    """A16: another user reads a training state."""
     write_state(tmp_path / "state.safetensors", {"a": torch.zeros(2)}, "note")
     assert mode(tmp_path / "state.safetensors") == 0o600

@@ -126,6 +126,8 @@ def nearest_first(entry: Entry, *names: str) -> None:
 async def test_numbers_that_cannot_be_right_count_as_a_lost_stage(
     run: Path, value: float, words: str
 ) -> None:
+    """A10: a stage answers with features that are not finite, or far too large or small."""
+
     def broken(rows: Tensor) -> Tensor:
         return rows * 0 + value
 
@@ -160,7 +162,10 @@ async def test_a_ring_that_ends_in_nonsense_fails_its_answer(tmp_path: Path) -> 
 
 @in_a_loop
 async def test_a_liar_is_named_within_twenty_answers(run: Path) -> None:
-    """With the share that `serve` has by default. Two honest stages know better."""
+    """A10: a stage answers with other features that look right. Two honest stages know better.
+
+    With the share that `serve` has by default.
+    """
     async with serving(run, a_little_off, honest, honest) as (entry, (liar, *others)):
         nearest_first(entry, liar, *others)
         for _ in range(20):

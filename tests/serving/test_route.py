@@ -89,6 +89,7 @@ def test_recently_announced_stages_are_listed() -> None:
 
 
 def test_only_who_knows_the_stage_key_announces_a_stage_and_each_notice_counts_once() -> None:
+    """A9: a member announces a stage of its own."""
     clock = SimulatedClock()
     stages, now = StageRegistry(KEY, clock), clock.time()
     honest = notice(issued=now)
@@ -227,7 +228,7 @@ def test_a_coordinator_tells_serve_where_the_stages_are(run: Path, tmp_path: Pat
 
 
 def test_serve_asks_only_stages_that_know_the_key(run: Path, tmp_path: Path) -> None:
-    """A coordinator that lies, or a mirror of it, lists a stage of its own."""
+    """A9: a coordinator that lies, or a mirror of it, lists a stage of its own."""
     key = tmp_path / "stage.key"
     key.write_bytes(KEY)
     key.chmod(0o600)

@@ -168,7 +168,7 @@ def test_nobody_waits_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_places_are_shared_between_clients(run: Path) -> None:
-    """One client has taken all places for long answers, and the whole queue."""
+    """A14: long requests of one client take all places, and the whole queue."""
     greedy, modest = ({"Authorization": f"Bearer {key}"} for key in KEYS)
 
     async def scenario(client: httpx2.AsyncClient, server: AppServer) -> None:

@@ -360,7 +360,7 @@ def test_only_so_many_may_listen_and_none_of_them_is_in_the_way(
 
 
 def test_a_member_with_many_streams_does_not_lock_the_others_out(tmp_path: Path) -> None:
-    """All streams are taken from one address; a page from another one gets its place."""
+    """A17: one address takes all streams of events, and locks the page out."""
     with serving(tmp_path) as (_, url, _), ExitStack() as stack:
         greedy = [Reader(url, source="127.0.0.9") for _ in range(watch_api.MAX_LISTENERS)]
         for reader in greedy:

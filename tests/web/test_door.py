@@ -71,6 +71,7 @@ PATHS = ["/", "/healthz", "/metrics", "/v1/status", "/v1/run", "/v1/stages", "/n
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_name_that_was_pointed_here_reads_nothing(ask: Ask, path: str) -> None:
+    """A11: a page under a name that was pointed here (DNS rebinding) reads a coordinator."""
     answer = ask("GET", path, headers=REBOUND)
     assert (answer.status_code, code(answer)) == (421, Code.WRONG_HOST)
     assert "--allow-host" in answer.text
@@ -111,6 +112,7 @@ def test_a_replay_has_the_same_door(replay: Ask, path: str) -> None:
     ],
 )
 def test_pages_from_elsewhere_are_refused(ask: Ask, headers: dict[str, str]) -> None:
+    """A11: a page from elsewhere announces a stage and reads the status (CSRF)."""
     notice = m.write(StageNotice(address="192.0.2.1:1", model="ab" * 32, issued=1))
     sent = {"Content-Type": calls.JSON, **headers}
     assert code(ask("POST", "/v1/stages", content=notice, headers=sent)) == Code.WRONG_ORIGIN
@@ -127,7 +129,7 @@ def test_its_own_page_and_links_pass(ask: Ask) -> None:
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_says_what_it_is(ask: Ask, kind: str) -> None:
-    """A page can send these types without asking first, a form too."""
+    """A11: a page joins a worker with a type that it can send without asking, as a form does."""
     headers = {"Content-Type": kind} if kind else {}
     body = m.write(FakeWorker(None, 9).join_message())  # type: ignore[arg-type]
     assert code(ask("POST", "/v1/join", content=body, headers=headers)) == Code.WRONG_TYPE

@@ -1,0 +1,268 @@
+"""Attacks that worked against the first release, played against a coordinator.
+
+SECURITY.md numbers them and names the test of each. Its docstring begins with the number, here and
+in other files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blocktrain.bench.attacks.policies import (
+    ATTACKS,
+    Attack,
+    HonestUpdate,
+    norm,
+    scaled,
+    send_honestly,
+)
+from blocktrain.clock import SimulatedClock
+from blocktrain.config import make_config
+from blocktrain.coordinator.policy import Policy
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
+from blocktrain.learning.shards import read_index
+from blocktrain.learning.train import Trainer
+from blocktrain.protocol import messages as m
+from blocktrain.protocol.compression import compress
+from blocktrain.protocol.identity import open_identity
+from blocktrain.protocol.tensors import Tensors
+from blocktrain.runs.prepare import prepare
+from blocktrain.schedule import change_bounds
+from blocktrain.store.open import open_store
+from blocktrain.watch.feed import EVENTS, Feed
+from blocktrain.watch.judging import ProcessJudge
+from blocktrain.watch.narrator import Narrator
+from blocktrain.watch.server import WatchedCoordinator
+from blocktrain.web.client import LocalClient
+from support.fake_worker import CONFIG, FakeWorker, as_task, whole_ledger
+
+ALONE = make_config({**CONFIG.model_dump(), "blocks": 1, "steps": 400})
+ROOT = Path(__file__).parents[2]
+SECONDS = 5.0  # that a task of an honest member takes
+
+
+def bodies(coordinator: WatchedCoordinator, kind: str) -> list[dict[str, Any]]:
+    """The ledger's entries of one kind."""
+    client = LocalClient(coordinator)
+    return [json.loads(e.body) for e in whole_ledger(client) if e.kind == kind]
+
+
+def versions(coordinator: WatchedCoordinator) -> list[dict[str, Any]]:
+    """All that were merged."""
+    return [body for body in bodies(coordinator, "version") if body["version"] > 0]
+
+
+Payload = Callable[[FakeWorker, m.Task], bytes]
+
+
+@dataclass
+class Play:
+    """A run with its members. Without a judge it has all defences that need no text."""
+
+    coordinator: WatchedCoordinator
+    clock: SimulatedClock
+    members: list[FakeWorker] = field(default_factory=list)
+    tasks: dict[str, m.Task | m.Wait] = field(default_factory=dict)
+
+    def newcomer(self) -> FakeWorker:
+        """One more member."""
+        worker = FakeWorker(LocalClient(self.coordinator), len(self.members) + 1)
+        self.members.append(worker)
+        self.tasks[worker.id] = worker.joined()
+        return worker
+
+    def answer(
+        self, worker: FakeWorker, make: Payload | None = None, seconds: float = SECONDS
+    ) -> bool:
+        """Send an update, a plausible one by default, if there is a task."""
+        if isinstance(self.tasks[worker.id], m.Wait):
+            self.tasks[worker.id] = worker.ask()
+        task = self.tasks[worker.id]
+        if isinstance(task, m.Task):
+            payload = (make or plausible)(worker, task)
+            self.tasks[worker.id] = worker.send(task, payload, seconds=seconds).next
+        return isinstance(task, m.Task)
+
+    def hold(self, worker: FakeWorker) -> None:
+        """Keep a task alive, or take the next one, and answer none."""
+        task = self.tasks[worker.id]
+        if isinstance(task, m.Wait) or not worker.beat(task).go_on:
+            self.tasks[worker.id] = worker.ask()
+
+    def pass_time(self, seconds: float = SECONDS) -> None:
+        self.clock.now += seconds
+        self.coordinator.tick()
+
+    def shares(self, version: dict[str, Any], worker: FakeWorker) -> float:
+        """What a member's updates weigh in a version."""
+        own = {u["id"] for u in bodies(self.coordinator, "update") if u["worker"] == worker.id}
+        return float(sum(part["share"] for part in version["parts"] if part["update"] in own))
+
+
+Playing = Callable[..., AbstractContextManager[Play]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, corpus_folder: Path) -> Path:
+    """Version 0 of the only block."""
+    folder = tmp_path_factory.mktemp("attacks")
+    prepare(ALONE, Source(str(corpus_folder), None, folder), folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.fixture
+def playing(files: Path, tmp_path: Path) -> Playing:
+    return partial(play, tmp_path, files)
+
+
+@contextmanager
+def play(
+    folder: Path, files: Path, judge: type[ProcessJudge] | None = None, **policy: Any
+) -> Iterator[Play]:
+    clock, store = SimulatedClock(1000.0), open_store(folder)
+    identity, feed = open_identity(folder / "coordinator.pem"), Feed(folder / EVENTS)
+    with closing(WatchedCoordinator(store, identity, clock, Narrator(feed), judge)) as coordinator:
+        chosen = Policy(**{"compression": "int4", "chunk_bytes": 1024, **policy})
+        coordinator.feed = feed
+        coordinator.begin(ALONE, chosen, "words", files)
+        yield Play(coordinator, clock)
+
+
+def plausible(worker: FakeWorker, task: m.Task) -> bytes:
+    """A change in a random direction, as long as honest steps make it."""
+    draw = np.random.default_rng([worker.seed, task.task, task.fence])
+    noise: Tensors = {
+        name: draw.standard_normal(t.shape).astype(np.float32)
+        for name, t in worker.weights(task).items()
+    }
+    made = range(task.start_step, task.start_step + task.steps)
+    bounds = change_bounds(ALONE, task.block, made, sum(t.size for t in noise.values()))
+    wanted = (bounds[0] * bounds[1]) ** 0.5
+    return compress(scaled(noise, wanted / norm(noise)), None, task.compression)[0]
+
+
+def zeros(worker: FakeWorker, task: m.Task) -> bytes:
+    nothing = {name: np.zeros_like(t) for name, t in worker.weights(task).items()}
+    return compress(nothing, None, task.compression)[0]
+
+
+def test_many_updates_of_a_fast_member_weigh_no_more(playing: Playing) -> None:
+    """A3: one of four members claims a high speed and fills a round with its updates."""
+    with playing(replicas=4, min_replicas=4) as play:
+        greedy, *honest = [play.newcomer() for _ in range(4)]
+        for _ in range(10):
+            play.pass_time(0.1)
+            play.answer(greedy, seconds=1e-9)
+        play.pass_time()
+        assert all(play.answer(worker) for worker in honest)
+        (version,) = versions(play.coordinator)
+        assert len(version["parts"]) > 4
+        assert play.shares(version, greedy) <= 0.4, "at most as much as two of the others"
+
+
+def test_zeros_do_not_shorten_honest_updates(playing: Playing) -> None:
+    """A8: two of three members send zeros, until the usual length of an update is zero."""
+    with playing(replicas=3, task_steps=2) as play:
+        bad, worse, honest = [play.newcomer() for _ in range(3)]
+        for _ in range(12):
+            for worker in (bad, worse):
+                play.answer(worker, zeros)
+            play.answer(honest)
+            play.pass_time()
+        parts = [part for body in versions(play.coordinator) for part in body["parts"]]
+        own = {u["id"] for u in bodies(play.coordinator, "update") if u["worker"] == honest.id}
+        assert len(parts) > 8 and {part["update"] for part in parts} <= own
+        assert {part["scale"] for part in parts} == {1.0}
+
+
+def test_a_slow_claim_does_not_stop_a_block(playing: Playing) -> None:
+    """A7: a quick update, and when its next round is over a task at a claimed 1e-6 steps/s, which
+    is only kept alive."""
+    with playing(task_steps=2) as play:
+        squatter = play.newcomer()
+        play.pass_time(0.1)
+        play.answer(squatter, seconds=0.05)
+        squatter.ask(leaving=True)
+        for _ in range(3):
+            play.pass_time(2.0)
+        task = as_task(squatter.join(speed=1e-6).next)
+        assert task.deadline_seconds < 10
+        play.tasks[squatter.id], honest = task, play.newcomer()
+        for _ in range(12):
+            play.pass_time(1.0)
+            play.hold(squatter)
+            play.answer(honest, seconds=1.0)
+        assert len(versions(play.coordinator)) >= 10
+
+
+def test_members_who_only_hold_tasks_slow_nobody_down(playing: Playing) -> None:
+    """A12: three of five members take tasks, keep them alive and never answer."""
+    with playing(task_steps=2) as play:
+        honest = [play.newcomer() for _ in range(2)]
+        squatters = [play.newcomer() for _ in range(3)]
+        for _ in range(20):
+            play.pass_time()
+            for worker in squatters:
+                play.hold(worker)
+            for worker in honest:
+                play.answer(worker)
+        assert len(versions(play.coordinator)) >= 15
+
+
+def trained(corpus: Path, attack: str | None, worker: FakeWorker, task: m.Task) -> bytes:
+    """What real steps change, or what an attacker makes of that."""
+    row = ATTACKS[attack] if attack else Attack("honest", send_honestly)
+    text = TokenCorpus(read_index((corpus / "index.json").read_bytes()), corpus)
+    read, trainer = text.batches(ALONE, task.block), Trainer(ALONE, task.block)
+    before = worker.weights(task)
+    trainer.load_weights(before)
+    for _ in trainer.run(lambda number: row.text(read(number), ALONE.vocabulary), task.steps):
+        pass
+    delta = {name: np.asarray(new - before[name]) for name, new in trainer.weights().items()}
+    changed = row.change(HonestUpdate(delta, 0, np.random.default_rng(worker.seed)))
+    return compress(changed, None, task.compression)[0]
+
+
+HARM = {
+    "scale-100": "too_long",
+    "flip-100": "too_long",
+    "sign-flip": "worse",
+    "label-flip": "worse",
+}
+
+
+def test_harm_of_any_length_is_left_out(playing: Playing, files: Path) -> None:
+    """A4: four of seven members send a hundred times their update, minus that, minus once that, or
+    what they learn of text in which every token is another one."""
+    everybody = [*HARM, None, None, None]
+    with playing(ProcessJudge, replicas=7, min_replicas=7, task_steps=8) as play:
+        members = {play.newcomer().id: name for name in everybody}
+        for worker in play.members:
+            play.answer(worker, partial(trained, files / "corpus", members[worker.id]))
+        (version,) = versions(play.coordinator)
+        senders = {u["id"]: members[u["worker"]] for u in bodies(play.coordinator, "update")}
+        reasons = {senders[u]: why.split(":")[0] for u, why in version["dropped"].items()}
+        assert reasons == HARM and len(version["parts"]) == 3
+
+
+def test_the_table_of_attacks_names_the_test_of_each() -> None:
+    rows = re.findall(r"^\| (A\d+) \|.*\| (.*) \|$", (ROOT / "SECURITY.md").read_text(), re.M)
+    named = {test: number for number, tests in rows for test in re.findall(r"`(\w+)`", tests)}
+    assert set(named.values()) == {number for number, _ in rows}
+    numbered = {
+        re.findall(r"def (\w+)\(", text[: found.start()])[-1]: found[1]
+        for text in (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+        for found in re.finditer(r'^    """(A\d+): ', text, re.M)
+    }
+    assert numbered == named
