@@ -16,6 +16,7 @@ from blocktrain.bench.serving.serving import PARTS, ServingOptions, Subject, mea
 from blocktrain.config import make_config
 from blocktrain.errors import RunError
 from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.runs.folder import create_run, open_run, write_json
 from blocktrain.runs.local import train_blocks
@@ -87,7 +88,8 @@ def train_run(folder: Path, scale: str, source: Source, seed: int, slots: int) -
         plan = TrainingPlan(run, config, source, reference=True, slots=slots)
         with StepBars(config.steps_of) as bars:
             train_blocks(plan, bars.show)
-        fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
+        with limited_threads():
+            fit_and_seal(run, config, source.spec, source.open(tokenizer_of(config)).calibration)
     return folder
 
 
