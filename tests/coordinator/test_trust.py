@@ -202,6 +202,9 @@ def test_who_harms_sits_out_and_may_come_back() -> None:
     state = state_of(lease(9, "b"), a=standing, b=OLD)
     decision = assign(0.0, state, DEFENDED, "a")
     assert isinstance(decision, Postpone) and "4 more round(s)" in decision.reason
+    for others in (standing, replace(OLD, missed=2)):
+        alone = state_of(lease(9, "b"), a=standing, b=others)
+        assert isinstance(assign(0.0, alone, DEFENDED, "a"), Grant), "nobody else trains the block"
     for _ in range(4):
         standing = standing.after_version(1)
     assert isinstance(assign(0.0, state_of(lease(9, "b"), a=standing, b=OLD), DEFENDED, "a"), Grant)

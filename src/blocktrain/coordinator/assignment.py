@@ -77,7 +77,7 @@ def assign(
             options.poll, f"{waiting} of your updates wait for round {state.blocks[index].version}"
         )
     rounds = standing_of(state, worker).barred if options.defences else 0
-    if rounds and _count_others(now, state, options, known)[index]:
+    if rounds and _has_better_worker(now, state, options, index):
         return Postpone(
             options.poll,
             "your last updates were left out for what they held: "
@@ -150,6 +150,16 @@ def _count_others(
         w.block
         for w in state.workers.values()
         if w.seen >= since and not w.kicked and w.id != worker.id
+    )
+
+
+def _has_better_worker(now: float, state: RunState, options: Options, index: int) -> bool:
+    """Whether a block gets on without those who have to sit out. If all have to, nobody does."""
+    return any(
+        w.block == index
+        and is_alive(now, state, options, w.id)
+        and standing_of(state, w.id).answers
+        for w in state.workers.values()
     )
 
 

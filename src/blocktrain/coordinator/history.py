@@ -42,6 +42,11 @@ class Standing:
         return self.merged > 0 and self.missed == 0 and self.faults == 0
 
     @property
+    def answers(self) -> bool:
+        """Whether it gets tasks, and has not let the last two run out."""
+        return not self.barred and self.missed < 2
+
+    @property
     def newcomer(self) -> bool:
         """Whether it has too little behind it to weigh as much as others."""
         return self.merged < PROBATION

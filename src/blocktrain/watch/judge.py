@@ -4,7 +4,13 @@
 
 A question names a block's weights, payloads of updates or whole versions, and the seed of the text.
 It was drawn after the payloads were stored, so nobody could train for it. The answer has, for each
-of them, how much the loss fell (`gain`) and how much that may be off (`noise`).
+of them, how much the loss falls (`gain`) and how much that may be off (`noise`).
+
+An update is judged by its slope: the loss a quarter of the way back less the loss a quarter of the
+way on, both from the version that it would change. The loss at its end says little. At full
+learning rate honest steps end higher than they began, because a version is a mean of several
+workers, and a mean is lower than what it is made of. The slope of an honest update is down all the
+same, and that of a turned one is up.
 """
 
 from __future__ import annotations
@@ -30,10 +36,14 @@ from blocktrain.store.contract import BlobReader
 from blocktrain.store.open import read_blobs
 from blocktrain.watch.scorer import StoredCorpus, answer_lines
 
+Losses = np.ndarray[Any, np.dtype[np.float64]]  # of the groups of a canary
+
 GROUPS = 8  # of sequences: their differences tell the noise
 MOST_SEQUENCES = 32
 MOST_TOKENS = 8192  # of all sequences: without a GPU a forward pass of a large block takes minutes
 DEVIATIONS = 3.0  # standard errors that a gain may be off
+PART = 0.25  # of an update, each way, that its slope is measured over
+MOST_RISE = 0.1  # of the loss: a higher one at the end of an update or of a version is harm
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +62,13 @@ def judge_suspects(
     config: Config, blobs: BlobReader, corpus: TokenCorpus, question: Mapping[str, Any]
 ) -> list[dict[str, float]]:
     """The fields of `Judged` for each suspect."""
-    canary = Canary(config, blobs, corpus, question)
     before = unpack(blobs.read(question["weights"]))
-    return [canary.judge(before, _proposal(blobs, before, s)) for s in question["suspects"]]
+    canary, found = Canary(config, blobs, corpus, question, before), []
+    for suspect in question["suspects"]:
+        is_version = suspect.get("weights") is not None
+        judge = canary.judge_version if is_version else canary.judge_update
+        found.append(judge(_proposal(blobs, before, suspect)))
+    return found
 
 
 def _proposal(blobs: BlobReader, before: Tensors, suspect: Mapping[str, Any]) -> Tensors:
@@ -71,10 +85,15 @@ def _proposal(blobs: BlobReader, before: Tensors, suspect: Mapping[str, Any]) ->
 
 
 class Canary:
-    """Text that was drawn for one round, and a block's loss on it."""
+    """Text that was drawn for one round, and the loss on it of a block with these weights."""
 
     def __init__(
-        self, config: Config, blobs: BlobReader, corpus: TokenCorpus, question: Mapping[str, Any]
+        self,
+        config: Config,
+        blobs: BlobReader,
+        corpus: TokenCorpus,
+        question: Mapping[str, Any],
+        before: Tensors,
     ) -> None:
         self._config, self._index, self._seed = config, question["block"], question["seed"]
         self._block = build_block(config, self._index).requires_grad_(False).eval()
@@ -92,13 +111,11 @@ class Canary:
         order = SequenceOrder(corpus.index, config.context, self._seed, self._index)
         rows = batches(order, count, corpus.open)(0)[:, : length + 1]
         self._groups = np.array_split(rows, GROUPS)
-        self._before: dict[int, np.ndarray[Any, np.dtype[np.float64]]] = {}
+        self._before, self._start = before, self.losses(before)
 
     @torch.no_grad()
-    def losses(self, weights: Tensors) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def losses(self, weights: Tensors) -> Losses:
         """The loss of every group."""
-        if id(weights) in self._before:
-            return self._before[id(weights)]
         put_weights(self._block, weights)
         composition, found = composition_of(self._config), []
         for number, group in enumerate(self._groups):
@@ -117,17 +134,38 @@ class Canary:
             found.append(float(loss.ce))
         return np.array(found)
 
-    def judge(self, before: Tensors, after: Tensors) -> dict[str, float]:
-        """What these weights gain over those before."""
-        if id(before) not in self._before:
-            self._before[id(before)] = self.losses(before)
-        losses = self.losses(after)
-        differences = self._before[id(before)] - losses
-        gain = float(differences.mean())
-        if not math.isfinite(gain):
-            return {"gain": -1e9, "noise": 0.0, "loss": 1e9}
-        noise = DEVIATIONS * float(differences.std(ddof=1)) / math.sqrt(GROUPS)
-        return {"gain": gain, "noise": noise, "loss": float(losses.mean())}
+    def judge_version(self, after: Tensors) -> dict[str, float]:
+        """What these weights gain. Chance in training counts as noise, too."""
+        end = self.losses(after)
+        gain, noise = _compare(self._start - end)
+        return _verdict(gain, noise + MOST_RISE * float(self._start.mean()), end)
+
+    def judge_update(self, after: Tensors) -> dict[str, float]:
+        """What the whole update gains by its slope, or loses, if it ends far too high."""
+        verdict = self.judge_version(after)
+        if verdict["gain"] < -verdict["noise"]:
+            return verdict
+        back, on = (self.losses(self._part(after, part)) for part in (-PART, PART))
+        gain, noise = _compare((back - on) / (2 * PART))
+        return {**_verdict(gain, noise, back), "loss": verdict["loss"]}
+
+    def _part(self, after: Tensors, part: float) -> Tensors:
+        """So much of the way to these weights."""
+        step = np.float32(part)
+        return {name: b + step * (after[name] - b) for name, b in self._before.items()}
+
+
+def _compare(differences: Losses) -> tuple[float, float]:
+    """The mean over the groups, and how much that may be off."""
+    noise = DEVIATIONS * float(differences.std(ddof=1)) / math.sqrt(GROUPS)
+    return float(differences.mean()), noise
+
+
+def _verdict(gain: float, noise: float, end: Losses) -> dict[str, float]:
+    loss = float(end.mean())
+    if not all(map(math.isfinite, (gain, noise, loss))):
+        return {"gain": -1e9, "noise": 0.0, "loss": 1e9}
+    return {"gain": gain, "noise": noise, "loss": loss}
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ SCALES: dict[str, dict[str, Any]] = {
 }
 VALID_LIMIT = {"standard": None, "tiny": 16_384, "small": 131_072, "large": None}  # tokens
 COST_STEPS = 24  # of each kind, to compare their times
-SAME_TIME = 0.03  # times that differ by less count as equal
+SAME_TIME = 0.05  # times that differ by less count as equal
 LEAKAGE_SIGMAS = (0.05, 0.2, 1.0)
 STOPPED = "stopped; what it had is saved: call the bench again to continue"
 VERSIONS = 24  # `fuse_beside`: how many versions a block publishes over its budget

@@ -31,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Judged:
-    """How much the loss falls, how much that may be off, and the loss then."""
+    """How far the loss falls by it, how much that may be off, and the loss at its end."""
 
     gain: float
     noise: float

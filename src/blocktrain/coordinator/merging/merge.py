@@ -61,7 +61,7 @@ class Update:
     newcomer: bool = False
     steps: int = 1
     bounds: tuple[float, float] = (0.0, math.inf)  # shortest and longest norm of honest steps
-    gain: float | None = None  # loss on the canary: parent less proposal; None: not judged
+    gain: float | None = None  # how far it leads down on the canary; None: not judged
     noise: float = 0.0  # that a gain may be off by
 
 
@@ -201,7 +201,8 @@ def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | Reject
         return RejectedUpdate(
             candidate.update.id,
             "worse",
-            f"the loss on a secret sample of text rose by {-gain:.3g} (noise {noise:.3g})",
+            f"it leads to a loss on a secret sample of text that is {-gain:.3g} higher "
+            f"(noise {noise:.3g})",
         )
     return candidate
 
