@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from blocktrain.config import make_config
 from blocktrain.coordinator.assignment import assign, choose_block, fusion_open, size_task
+from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.state import (
     Assignment,
     BlockState,
@@ -443,3 +445,18 @@ def test_exclusive_a_new_process_trains_again_what_its_disk_has_lost() -> None:
     assert isinstance(assign(1.0, state, options, "w0"), Postpone), "it uploads"
     again = granted(assign(1.0, begin_again(state, "w0"), options, "w0"))
     assert again.resumed and again.lease.task == grant.lease.task
+
+
+def test_replicas_in_step_train_one_task_of_each_round() -> None:
+    config = make_config({"steps": 100, "blocks": 1, "compose": "pool"})
+    options = Policy(task_steps=20, replicas=2, min_replicas=2).options(config)
+    waiting = WaitingUpdate("u", "w0", 100, 20)
+    state = RunState(
+        blocks={1: BlockState(round=RoundState(deadline=60.0, length=60.0, updates=(waiting,)))},
+        workers=workers(1, 1),
+    )
+    decision = assign(0.0, state, options, "w0")
+    assert isinstance(decision, Postpone) and "1 of your updates wait" in decision.reason
+    assert isinstance(assign(0.0, state, options, "w1"), Grant)
+    free = Policy(task_steps=20, replicas=2).options(config)
+    assert isinstance(assign(0.0, state, free, "w0"), Grant)

@@ -72,9 +72,11 @@ def assign(
     if index is None:
         return Postpone(options.poll, reason)
     waiting = sum(u.worker == worker for u in state.blocks[index].round.updates)
-    if options.defences and waiting >= options.most_waiting:
+    if options.most_waiting is not None and waiting >= options.most_waiting:
+        others = others_done_in(now, state, options, known, index) or 0.0
         return Postpone(
-            options.poll, f"{waiting} of your updates wait for round {state.blocks[index].version}"
+            min(options.poll, max(others, 0.25)),
+            f"{waiting} of your updates wait for round {state.blocks[index].version}",
         )
     rounds = standing_of(state, worker).barred if options.defences else 0
     if rounds and _has_better_worker(now, state, options, index):

@@ -15,6 +15,7 @@ from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK
 from blocktrain.shapes import block_parameters
 
 USUAL_LINE = 100e6 / 8  # bytes a second
+MOST_WAITING = 4  # updates of a member in an open round, where not every member is trusted
 
 
 class Policy(BaseModel):
@@ -37,7 +38,8 @@ class Policy(BaseModel):
     replicas: int | None = Field(default=None, ge=1, le=4096)
     """Updates that close a round at once; by default as many as there are workers on the block."""
     min_replicas: int = Field(default=1, ge=1, le=4096)
-    """Updates without which a round makes no version."""
+    """Updates without which a round makes no version. If it is --replicas and tasks have
+    --task-steps, each replica trains one task of every round: all wait for the slowest."""
     task_seconds: float = Field(default=20.0, gt=0, le=86400)
     """How long a task should take; its steps follow from the worker's speed."""
     task_steps: int | None = Field(default=None, ge=1, le=10**6)
@@ -73,6 +75,11 @@ class Policy(BaseModel):
         "nothing depends on time.",
     )
 
+    @property
+    def in_step(self) -> bool:
+        """Whether every replica trains one task of every round: equal tasks, and all are needed."""
+        return self.task_steps is not None and self.replicas == self.min_replicas
+
     @classmethod
     def exact(cls, task_steps: int) -> Self:
         """For `blocktrain train`: the same seed gives the same bytes."""
@@ -91,6 +98,7 @@ class Policy(BaseModel):
         fusion_steps = config.steps_of(config.fusion or 0)
         if self.exclusive:
             return Options.exact(self.task_steps or 50, config.steps, fusion_steps)
+        most_waiting = None if self.undefended else MOST_WAITING
         return Options(
             target_replicas=self.replicas,
             min_replicas=self.min_replicas,
@@ -104,6 +112,7 @@ class Policy(BaseModel):
             fusion_steps=fusion_steps,
             budget_tokens=self.tokens,
             defences=not self.undefended,
+            most_waiting=1 if self.in_step else most_waiting,
         )
 
     def merge_options(self) -> MergeOptions:

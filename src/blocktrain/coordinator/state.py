@@ -81,7 +81,7 @@ class Options:
     )
     poll: float = 5.0  # longest wait before a worker asks again
     defences: bool = False  # nothing that a member claims is believed, and its standing counts
-    most_waiting: int = 4  # updates of one worker in an open round
+    most_waiting: int | None = None  # updates of one worker in an open round; None: any number
     task_growth: float = 4.0  # steps of a task at most, in those of its worker's longest merged one
 
     @classmethod

@@ -245,6 +245,7 @@ def measure_hosts(options: TransportOptions, report: ReportTrial) -> BenchResult
 def measure_ladder(options: TransportOptions, report: ReportTrial) -> BenchResult:
     """What every compression of updates and versions saves and costs.
 
+    All workers are in step: no update is late, so that rows differ by their compression alone.
     A worker that is alone on its block fetches nothing: the next version is what it sent. So the
     same method moves half as much as with two.
     """
@@ -304,6 +305,7 @@ def _ladder_trial(options: TransportOptions, rung: str, workers: int, seed: int)
         compression=rung,
         version_compression=rung,
         replicas=workers,
+        min_replicas=workers,
         task_steps=sizes.ladder_task,
     )
     name = f"ladder-{rung}-{workers}-{seed}"
