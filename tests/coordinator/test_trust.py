@@ -302,6 +302,7 @@ def trained(worker: FakeWorker, task: m.Task, steps: int = 8) -> Tensors:
     folder = prepared() / "corpus"
     corpus = TokenCorpus(read_index((folder / "index.json").read_bytes()), folder)
     trainer = Trainer(CONFIG, task.block)
+    trainer.shift = task.position
     before = worker.weights(task)
     trainer.load_weights(before)
     for _ in trainer.run(corpus.batches(CONFIG, task.block), steps):

@@ -110,6 +110,7 @@ class CoordinateOptions(BeginOptions, total=False):
     clip: float | None
     clip_after: int
     undefended: bool
+    alike: float | None
     outer: Literal["average", "nesterov"]
     outer_learning_rate: float
     outer_momentum: float

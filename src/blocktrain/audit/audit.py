@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from blocktrain.audit.copies import CopyCheck
 from blocktrain.audit.corpus import CorpusCheck, read_corpus
 from blocktrain.audit.deltas import VersionChange, check_delta
 from blocktrain.audit.evidence import (
@@ -117,6 +118,7 @@ class Auditor:
     config: Config | None = None
     last: ledger.LedgerEntry | None = None
     corpus: CorpusCheck | None = None
+    copies: CopyCheck | None = None
     joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
@@ -208,6 +210,9 @@ class Auditor:
                 )
             exclusive = bool(run.policy.get("exclusive"))
             self.corpus = CorpusCheck(read_corpus(self.source, run), self.config, exclusive)
+            alike = self._rule("alike")
+            if self._defended and alike is not None:
+                self.copies = CopyCheck(self.source, alike)
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
@@ -399,6 +404,12 @@ class Auditor:
                 else:
                     self.dropped += 1
                     self._left_out(entry.seq, self._payload(seq, update), update, closed)
+        if self.copies is not None:
+            names = {*(part.update for part in parts), *dropped}
+            mine = (self.updates[n] for n in names if self.settled.get(n) == entry.seq)
+            came = sorted(mine, key=lambda known: known[0])
+            for sentence in self.copies.settle([update for _, update in came], closed):
+                self.report("rule", entry.seq, sentence)
         return settled
 
     def _left_out(

@@ -14,6 +14,12 @@ from blocktrain.protocol.compression import METHODS, Method
 from blocktrain.protocol.transfer import CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from blocktrain.shapes import block_parameters
 
+ALIKE = 0.99
+"""Updates of honest workers, which read different text, came to at most 0.96 within a round and
+0.90 between rounds: one layer of width 64 on WikiText-2, tasks of 2 to 32 steps, batches of 4 to
+256 sequences, AdamW and Muon. What int4 has packed a second time stays above 0.999."""
+EARLIER_RULES: dict[str, Any] = {"undefended": True, "alike": None}
+"""What a run does that was begun before it could choose."""
 USUAL_LINE = 100e6 / 8  # bytes a second
 
 
@@ -63,6 +69,9 @@ class Policy(BaseModel):
     undefended: bool = False
     """Believe every member: updates are neither bounded by what their steps can change, nor judged
     on secret text before they count, and shares are not capped."""
+    alike: float | None = Field(default=ALIKE, gt=0, le=1)
+    """Cosine with another worker's update from which on an update counts as its copy, and is left
+    out."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)
@@ -115,6 +124,7 @@ class Policy(BaseModel):
             self.clip,
             self.clip_after,
             defences=not self.undefended,
+            alike=self.alike,
             changes=self.version_compression != "none",
         )
 

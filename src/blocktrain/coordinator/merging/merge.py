@@ -8,10 +8,10 @@ worker that does not compress sends its new weights (`absolute`). Where these st
 version they are the proposal: one replica with plain averaging gives the worker's bytes. Compressed
 deltas, and late absolute weights, become proposals in float64: current + delta.
 
-Order: `checks` on each update (shape, finite, bounds, canary, norm clip), the shares, `combine`
-(weighted mean, or the trimmed mean of five workers and more), the outer step, then `guards` on the
-result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS is not: its
-order of sums depends on the machine.
+Order: `checks` on each update (shape, finite, bounds, copies, canary, norm clip), the shares,
+`combine` (weighted mean, or the trimmed mean of five workers and more), the outer step, then
+`guards` on the result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS
+is not: its order of sums depends on the machine.
 """
 
 from __future__ import annotations
@@ -40,11 +40,20 @@ class MergeOptions:
     clip_after: int = 5  # norms that must be known before any is clipped
     kept_norms: int = 32  # norms that the running median is taken from
     defences: bool = False  # bounds, capped shares and a robust mean: not every member is trusted
+    alike: float | None = None  # cosine with another worker's update from which on it is a copy
     changes: bool = False  # whether the change from the current version is wanted, too
 
     def __post_init__(self) -> None:
         if self.outer not in ("average", "nesterov"):
             raise ValueError(f"outer={self.outer!r} is neither average nor nesterov")
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """The earlier update that an update is most like."""
+
+    of: str  # empty: one that is not at hand any more
+    cosine: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Update:
     absolute: bool = False
     base: State | None = None  # what late absolute weights started from; None: the current version
     worker: str = ""
+    payload: str = ""  # sha256
+    like: Likeness | None = None  # None: not compared
     newcomer: bool = False
     steps: int = 1
     bounds: tuple[float, float] = (0.0, math.inf)  # shortest and longest norm of honest steps
@@ -194,6 +205,17 @@ def bound_norm(before: MergeContext, candidate: Candidate) -> Candidate | Reject
     return candidate
 
 
+def check_copy(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """It is not what another worker has sent before, in this round or in the last ones."""
+    like, alike = candidate.update.like, before.options.alike
+    if like is not None and alike is not None and like.cosine >= alike:
+        reason = f"it changes what update {like.of[:12]} changes (cosine {like.cosine:.6f})"
+        if not like.of:
+            reason = "the same bytes were sent before"
+        return RejectedUpdate(candidate.update.id, "copy", reason)
+    return candidate
+
+
 def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """On text that its worker could not know beforehand the update does no harm."""
     gain, noise = candidate.update.gain, candidate.update.noise
@@ -299,7 +321,7 @@ class Steps:
 
 
 TRUSTING = Steps()
-BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm)
+BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm, check_copy)
 """The checks that need no text."""
 DEFENDED = Steps(
     checks=(*BOUNDED, check_gain, clip_norm),
