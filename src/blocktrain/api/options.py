@@ -108,6 +108,7 @@ class CoordinateOptions(BeginOptions, total=False):
     max_staleness: int
     decay: float
     clip: float | None
+    clip_by_steps: float | None
     clip_after: int
     undefended: bool
     alike: float | None

@@ -33,7 +33,14 @@ from blocktrain.audit.recompute import (
     outer_step,
     propose,
 )
-from blocktrain.audit.rules import bounds_of, check_dropped, check_used, follows_rules
+from blocktrain.audit.rules import (
+    bounds_of,
+    check_dropped,
+    check_staleness,
+    check_used,
+    follows_rules,
+    usual_of,
+)
 from blocktrain.audit.shares import capped_shares, plain_shares
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
@@ -308,7 +315,9 @@ class Auditor:
         elif self.corpus is not None:
             for sentence in self.corpus.update(o, s.steps):
                 self.report("corpus", seq, sentence)
-        self._staleness(seq, update, name)
+        behind = len(self.chains.get(o.block, [])) - 1 - o.base
+        for sentence in check_staleness(update, behind, self._rule("decay")):
+            self.report("weight", seq, f"{name} {sentence}")
         self.answered[s.task] = update.id
         self.updates[update.id] = seq, update
 
@@ -316,29 +325,6 @@ class Auditor:
         """A number of the run's policy; None if the run does not state it."""
         value = None if self.run is None else self.run.policy.get(name)
         return value if isinstance(value, int | float) else None
-
-    def _staleness(self, seq: int, update: UpdateBody, name: str) -> None:
-        """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
-        behind = len(self.chains.get(update.order.block, [])) - 1 - update.order.base
-        if update.staleness != behind:
-            self.report(
-                "weight", seq, f"{name} is {behind} versions behind, not {update.staleness}"
-            )
-        decay = self._rule("decay")
-        weight = (
-            1.0
-            if update.staleness <= 1
-            else update.weight
-            if decay is None
-            else min(decay, 1.0) ** update.staleness
-        )
-        if update.weight != weight:
-            self.report(
-                "weight",
-                seq,
-                f"{name} is {update.staleness} versions behind and counts with {update.weight}, "
-                f"not {weight}",
-            )
 
     def _version(self, entry: ledger.LedgerEntry, version: VersionBody) -> None:
         chain, name = (
@@ -486,6 +472,12 @@ class Auditor:
         """Whether the run believes nobody."""
         return self.run is not None and self.run.policy.get("undefended") is False
 
+    def _usual(self, update: UpdateBody, current: tensors.Tensors) -> float:
+        """The unit in which the norm of an update is compared."""
+        if not self._defended or self._rule("clip_by_steps") is None or self.config is None:
+            return 1.0
+        return usual_of(self.config, update, sum(t.size for t in current.values()))
+
     def _weights(
         self,
         entry: ledger.LedgerEntry,
@@ -531,8 +523,8 @@ class Auditor:
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
             )
-        policy = self.run.policy if self.run else {}
-        if not follows_rules(version, self.chains[version.block][-1].norms, norms, policy):
+        known = self.chains[version.block][-1].norms
+        if self.run is not None and not follows_rules(version, known, norms, self.run.policy):
             self.report(
                 "rule",
                 entry.seq,
@@ -548,7 +540,7 @@ class Auditor:
         parts: Sequence[MergedPart],
         current: tensors.Tensors,
     ) -> tuple[tensors.Tensors | None, list[float]] | None:
-        """(mean of the proposals, norms of the updates); None if a payload is missing."""
+        """(mean of the proposals, norms as they are clipped); None if a payload is missing."""
         schema, mean = tensors.schema_of(current), Mean(not self._defended)
         norms: list[float] = []
         for part, update in parts:
@@ -568,7 +560,7 @@ class Auditor:
                 for sentence in check_used(update.id, norm, bounds, version):
                     self.report("rule", entry.seq, sentence)
             mean.add(update.submission.worker, part.share, proposed)
-            norms.append(norm)
+            norms.append(norm / self._usual(update, current))
         return mean.result(), norms
 
     def finish(self, record: RunRecord) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from blocktrain.audit.recompute import clip_scale
 from blocktrain.config import Config
 from blocktrain.protocol.ledger import Evidence, RoundBody, UpdateBody, VersionBody
-from blocktrain.schedule import change_bounds
+from blocktrain.schedule import change_bounds, usual_change
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
 ROUNDING = 1e-6
@@ -21,6 +21,25 @@ def bounds_of(config: Config, update: UpdateBody, parameters: int) -> tuple[floa
     first = update.order.start_step
     made = range(first, first + update.submission.steps)
     return change_bounds(config, update.order.block, made, parameters)
+
+
+def usual_of(config: Config, update: UpdateBody, parameters: int) -> float:
+    """What its steps usually change, up to a factor."""
+    first = update.order.start_step
+    made = range(first, first + update.submission.steps)
+    return usual_change(config, update.order.block, made, parameters)
+
+
+def check_staleness(update: UpdateBody, behind: int, decay: float | None) -> Iterator[str]:
+    """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
+    if update.staleness != behind:
+        yield f"is {behind} versions behind, not {update.staleness}"
+    weight = update.weight if decay is None else min(decay, 1.0) ** update.staleness
+    weight = 1.0 if update.staleness <= 1 else weight
+    if update.weight != weight:
+        yield (
+            f"is {update.staleness} versions behind and counts with {update.weight}, not {weight}"
+        )
 
 
 def check_used(
@@ -58,7 +77,8 @@ def follows_rules(
 ) -> bool:
     """Whether clip and outer step are the run's, as far as it states them.
 
-    The norms that the clip uses (`known`, and then `norms`) must be those of the updates.
+    The norms that the clip uses (`known`, and then `norms`) must be those of the updates, all in
+    the unit in which they are compared.
     """
     scales = [part.scale for part in version.parts]
     clipped = [norm * scale for norm, scale in zip(norms, scales, strict=True)]
@@ -66,7 +86,11 @@ def follows_rules(
     same = len(lengths) == len(version.norms) and np.allclose(
         lengths, version.norms, rtol=1e-9, atol=0
     )
-    after, clip = (_number(policy, name) for name in ("clip_after", "clip"))
+    after, clip, by_steps = (
+        _number(policy, name) for name in ("clip_after", "clip", "clip_by_steps")
+    )
+    if policy.get("undefended") is False and by_steps is not None:
+        clip = by_steps
     if after is not None:
         expected = [clip_scale(norm, known, clip, after) for norm in norms]
         same = same and np.allclose(expected, scales, rtol=1e-9, atol=0)

@@ -37,6 +37,7 @@ class MergeOptions:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     clip: float | None = 3.0  # longest norm of a delta, in running medians; None: as it comes
+    clip_by_steps: bool = False  # norms are compared as if all had made the same steps
     clip_after: int = 5  # norms that must be known before any is clipped
     kept_norms: int = 32  # norms that the running median is taken from
     defences: bool = False  # bounds, capped shares and a robust mean: not every member is trusted
@@ -71,6 +72,7 @@ class Update:
     like: Likeness | None = None  # None: not compared
     newcomer: bool = False
     steps: int = 1
+    usual: float = 1.0  # the unit of its norm; with `clip_by_steps` what its steps usually change
     bounds: tuple[float, float] = (0.0, math.inf)  # shortest and longest norm of honest steps
     gain: float | None = None  # loss on the canary: parent less proposal; None: not judged
     noise: float = 0.0  # that a gain may be off by
@@ -83,7 +85,7 @@ class MergeContext:
     current: State
     options: MergeOptions = field(default_factory=MergeOptions)
     momentum: State | None = None  # of the outer step: part of the version's state
-    norms: Sequence[float] = ()  # of the block's last used updates, oldest first
+    norms: Sequence[float] = ()  # of the block's last used updates in their units, oldest first
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | Reject
 
 def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """A delta much longer than the block's usual ones is shortened; its weight stays."""
-    o, norm = before.options, candidate.norm
+    o, norm = before.options, candidate.norm / candidate.update.usual
     known = before.norms[-o.kept_norms :]
     limit = math.inf if o.clip is None or len(known) < o.clip_after else o.clip * median(known)
     return replace(candidate, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
@@ -363,7 +365,9 @@ def merge(
                 f"not published: {problem}; merged were {named}",
             )
     # Norms count as clipped: otherwise long updates would slowly lift the limit.
-    norms = (*before.norms, *(c.norm * c.scale for c in used))[-before.options.kept_norms :]
+    norms = (*before.norms, *(c.norm / c.update.usual * c.scale for c in used))[
+        -before.options.kept_norms :
+    ]
     clipped = sum(c.scale < 1 for c in used)
     return MergeResult(
         state,

@@ -37,7 +37,7 @@ from blocktrain.protocol.tensors import (
     schema_of,
     unpack,
 )
-from blocktrain.schedule import change_bounds
+from blocktrain.schedule import change_bounds, usual_change
 from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
 WaitingUpdates = Mapping[str, Answer]  # by update
@@ -327,8 +327,12 @@ def _with_facts(
     submission, order = answer
     parameters = sum(tensor.size for tensor in current.tensors.values())
     made = range(order.start_step, order.start_step + submission.steps)
+    usual = 1.0
+    if round_.options.clip_by_steps:
+        usual = usual_change(round_.config, order.block, made, parameters)
     return replace(
         update,
+        usual=usual,
         worker=submission.worker,
         payload=submission.payload_sha256,
         newcomer=round_.standings.get(submission.worker, NEWCOMER).newcomer,
