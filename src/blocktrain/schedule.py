@@ -38,10 +38,28 @@ def block_learning_rate(config: Config, index: int, step: int) -> float:
     return learning_rate(step, config.steps_of(index), peak, config.warmup, schedule)
 
 
+def usual_change(config: Config, index: int, steps: range, parameters: int) -> float:
+    """How long a change is that so many steps make, up to a factor that they all share.
+
+    It lies between the bounds: steps neither go in one direction nor in random ones.
+    """
+    return math.sqrt(parameters) * reach(config, index, steps) / len(steps) ** 0.25
+
+
 def change_bounds(config: Config, index: int, steps: range, parameters: int) -> tuple[float, float]:
     """(shortest, longest) norm of what honest steps change in a block, with either optimizer."""
-    peak = config.fusion_learning_rate if index == config.fusion else config.learning_rate
     rates = [block_learning_rate(config, index, step) for step in steps]
     root = MOST * math.sqrt(parameters)
     shortest = LEAST * root * math.fsum(rates) / math.sqrt(len(steps))
-    return shortest, root * math.fsum(max(rate, LEAST_RATE * peak) for rate in rates)
+    return shortest, root * reach(config, index, steps)
+
+
+def reach(config: Config, index: int, steps: range) -> float:
+    """How far steps would go that all had one direction, up to a factor that they all share."""
+    return math.fsum(_rates(config, index, steps))
+
+
+def _rates(config: Config, index: int, steps: range) -> list[float]:
+    """Learning rates, but not less than what is left over from earlier steps can make."""
+    peak = config.fusion_learning_rate if index == config.fusion else config.learning_rate
+    return [max(block_learning_rate(config, index, step), LEAST_RATE * peak) for step in steps]

@@ -414,7 +414,9 @@ def test_rules_that_a_run_tells_are_checked(folder: Path) -> None:
     clip = {"clip": 3.0, "clip_after": 5}
     assert names(forge(folder, rules(decay=0.7, **clip))) == set()
     assert names(forge(folder, rules(decay=0.9))) == {"weight"}
-    assert names(forge(folder, rules(**{**clip, "clip": 0.1, "clip_after": 1}))) == {"rule"}
+    assert names(forge(folder, rules(**{**clip, "clip_by_steps": 0.1, "clip_after": 1}))) == {
+        "rule"
+    }
     assert names(forge(folder, rules(outer_momentum=0.5))) == {"rule"}
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import open_folder
+from blocktrain.bench.attacks.policies import norm
 from blocktrain.clock import SimulatedClock
+from blocktrain.config import make_config
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.history import PROBATION, Standing
 from blocktrain.coordinator.merging.merge import (
@@ -24,6 +27,7 @@ from blocktrain.coordinator.merging.merge import (
     Update,
     merge,
 )
+from blocktrain.coordinator.policy import CLIP_BY_STEPS
 from blocktrain.coordinator.rounds import decide_round
 from blocktrain.coordinator.state import (
     BlockState,
@@ -37,9 +41,13 @@ from blocktrain.coordinator.state import (
     WaitingUpdate,
     WorkerState,
 )
+from blocktrain.learning.corpus.token_corpus import TokenCorpus
+from blocktrain.learning.shards import read_index
+from blocktrain.learning.train import Trainer
 from blocktrain.protocol import compression
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.tensors import Tensors
+from blocktrain.schedule import usual_change
 from blocktrain.watch.feed import EVENTS, read_events
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
@@ -111,6 +119,54 @@ def test_an_update_that_does_harm_is_left_out() -> None:
     )
     assert set(shares(result)) == {"good", "flat"}
     assert {r.code for r in result.rejected} == {"worse"}
+
+
+def test_long_tasks_make_long_updates_and_short_ones_are_held_against_less() -> None:
+    by_steps = MergeOptions(defences=True, clip=2.0, clip_by_steps=True)
+    before = MergeContext({"w": np.zeros(64, np.float32)}, by_steps, norms=(1.0,) * 6)
+    rows = {"long": (8.0, 8.0), "long-too": (15.0, 8.0), "short": (4.0, 1.0), "tiny": (0.1, 0.1)}
+    updates = [
+        Update(name, {"w": np.full(64, size / 8, np.float32)}, 100, worker=name, usual=usual)
+        for name, (size, usual) in rows.items()
+    ]
+    result = merge(before, updates)
+    scales = {c.update.id: c.scale for c in result.used}
+    assert scales == pytest.approx({"long": 1.0, "long-too": 1.0, "short": 0.5, "tiny": 1.0})
+    assert sorted(result.norms[6:]) == pytest.approx([1.0, 1.0, 15 / 8, 2.0])
+
+
+def test_honest_steps_are_never_shortened() -> None:
+    """Tasks of many lengths, side by side over a whole schedule."""
+    config = make_config({**CONFIG.model_dump(), "blocks": 1, "steps": 120, "warmup": 10})
+    folder = prepared() / "corpus"
+    corpus = TokenCorpus(read_index((folder / "index.json").read_bytes()), folder)
+    trainer, norms = Trainer(config, 1), list[float]()
+    parameters = sum(t.size for t in trainer.weights().values())
+    for steps in (2, 16, 4, 8, 1, 24, 2, 8, 3, 32, 2, 16, 2):
+        before, first = trainer.weights(), trainer.step
+        for _ in trainer.run(corpus.batches(config, 1), first + steps):
+            pass
+        change = {name: new - before[name] for name, new in trainer.weights().items()}
+        usual = usual_change(config, 1, range(first, first + steps), parameters)
+        norms.append(norm(change) / usual)
+    for number, length in enumerate(norms[5:], start=5):
+        assert length < CLIP_BY_STEPS * np.median(norms[:number])
+
+
+def test_who_gains_far_less_than_the_others_is_left_out() -> None:
+    more = {"noise": 0.01, "reach": 2.0}
+    peers = [update(name, name, gain=0.1 + 0.01 * n, **more) for n, name in enumerate("abc")]
+    idle = update("idle", "d", gain=0.0, **more)
+    result = defended(
+        *peers,
+        idle,
+        update("short", "e", gain=0.02, noise=0.0, reach=0.4),
+        update("late", "f", gain=0.0, late=True, **more),
+        update("unclear", "g", gain=0.0, noise=0.1, reach=2.0),
+    )
+    assert {r.id: r.code for r in result.rejected} == {"idle": "no_gain"}
+    assert "others would gain 0.1" in result.rejected[0].reason
+    assert not defended(*peers[:1], idle).rejected, "two cannot say what is usual"
 
 
 # Shares
@@ -275,11 +331,16 @@ def test_a_slow_claim_stretches_no_round(tmp_path: Path) -> None:
         assert task.deadline_seconds <= 120.0
 
 
-def test_the_audit_computes_shares_and_means_of_defended_runs(tmp_path: Path) -> None:
-    with untrusting(tmp_path, replicas=6, min_replicas=6, task_steps=2) as (coordinator, client):
+@pytest.mark.parametrize("rules", [{"clip_by_steps": 0.5}, {"clip_by_steps": None, "clip": 0.5}])
+def test_the_audit_computes_shares_and_means_of_defended_runs(
+    tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    policy = {"replicas": 6, "min_replicas": 6, "task_steps": 2, "clip_after": 2, **rules}
+    with untrusting(tmp_path, **policy) as (coordinator, client):
         workers = [FakeWorker(client, seed) for seed in range(1, 13)]
-        tasks = [as_task(worker.join().next) for worker in workers]
-        for worker, task in zip(workers, tasks, strict=True):
+        first = [(worker, as_task(worker.join().next)) for worker in workers]
+        tasks = chain(first, ((worker, as_task(worker.ask())) for worker in workers))
+        for worker, task in tasks:
             # Small changes, of a length that two steps can make.
             delta = {
                 name: (
@@ -290,6 +351,7 @@ def test_the_audit_computes_shares_and_means_of_defended_runs(tmp_path: Path) ->
             worker.send(task, compression.compress(delta, None, task.compression)[0])
         versions = [json.loads(e.body) for e in whole_ledger(client) if e.kind == "version"]
         assert any(len(v["parts"]) >= 5 for v in versions), dropped(client)
+        assert any(part["scale"] < 1 for v in versions for part in v["parts"])
         assert coordinator.run.state.standings
     outcome = audit(open_folder(tmp_path))
     assert outcome.ok, outcome.findings
@@ -298,13 +360,10 @@ def test_the_audit_computes_shares_and_means_of_defended_runs(tmp_path: Path) ->
 
 def trained(worker: FakeWorker, task: m.Task, steps: int = 8) -> Tensors:
     """What real steps on the corpus change."""
-    from blocktrain.learning.corpus.token_corpus import TokenCorpus
-    from blocktrain.learning.shards import read_index
-    from blocktrain.learning.train import Trainer
-
     folder = prepared() / "corpus"
     corpus = TokenCorpus(read_index((folder / "index.json").read_bytes()), folder)
     trainer = Trainer(CONFIG, task.block)
+    trainer.shift = task.position
     before = worker.weights(task)
     trainer.load_weights(before)
     for _ in trainer.run(corpus.batches(CONFIG, task.block), steps):

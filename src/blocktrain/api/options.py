@@ -108,8 +108,10 @@ class CoordinateOptions(BeginOptions, total=False):
     max_staleness: int
     decay: float
     clip: float | None
+    clip_by_steps: float | None
     clip_after: int
     undefended: bool
+    alike: float | None
     outer: Literal["average", "nesterov"]
     outer_learning_rate: float
     outer_momentum: float

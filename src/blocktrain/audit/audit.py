@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from blocktrain.audit.copies import CopyCheck
 from blocktrain.audit.corpus import CorpusCheck, read_corpus
 from blocktrain.audit.deltas import VersionChange, check_delta
 from blocktrain.audit.evidence import (
@@ -32,7 +33,16 @@ from blocktrain.audit.recompute import (
     outer_step,
     propose,
 )
-from blocktrain.audit.rules import bounds_of, check_dropped, check_used, follows_rules
+from blocktrain.audit.rules import (
+    bounds_of,
+    check_dropped,
+    check_staleness,
+    check_used,
+    follows_rules,
+    least_gain,
+    usual_gain,
+    usual_of,
+)
 from blocktrain.audit.shares import capped_shares, plain_shares
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
@@ -117,6 +127,7 @@ class Auditor:
     config: Config | None = None
     last: ledger.LedgerEntry | None = None
     corpus: CorpusCheck | None = None
+    copies: CopyCheck | None = None
     joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
@@ -208,6 +219,9 @@ class Auditor:
                 )
             exclusive = bool(run.policy.get("exclusive"))
             self.corpus = CorpusCheck(read_corpus(self.source, run), self.config, exclusive)
+            alike = self._rule("alike")
+            if self._defended and alike is not None:
+                self.copies = CopyCheck(self.source, alike)
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
@@ -303,7 +317,9 @@ class Auditor:
         elif self.corpus is not None:
             for sentence in self.corpus.update(o, s.steps):
                 self.report("corpus", seq, sentence)
-        self._staleness(seq, update, name)
+        behind = len(self.chains.get(o.block, [])) - 1 - o.base
+        for sentence in check_staleness(update, behind, self._rule("decay")):
+            self.report("weight", seq, f"{name} {sentence}")
         self.answered[s.task] = update.id
         self.updates[update.id] = seq, update
 
@@ -311,29 +327,6 @@ class Auditor:
         """A number of the run's policy; None if the run does not state it."""
         value = None if self.run is None else self.run.policy.get(name)
         return value if isinstance(value, int | float) else None
-
-    def _staleness(self, seq: int, update: UpdateBody, name: str) -> None:
-        """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
-        behind = len(self.chains.get(update.order.block, [])) - 1 - update.order.base
-        if update.staleness != behind:
-            self.report(
-                "weight", seq, f"{name} is {behind} versions behind, not {update.staleness}"
-            )
-        decay = self._rule("decay")
-        weight = (
-            1.0
-            if update.staleness <= 1
-            else update.weight
-            if decay is None
-            else min(decay, 1.0) ** update.staleness
-        )
-        if update.weight != weight:
-            self.report(
-                "weight",
-                seq,
-                f"{name} is {update.staleness} versions behind and counts with {update.weight}, "
-                f"not {weight}",
-            )
 
     def _version(self, entry: ledger.LedgerEntry, version: VersionBody) -> None:
         chain, name = (
@@ -399,6 +392,12 @@ class Auditor:
                 else:
                     self.dropped += 1
                     self._left_out(entry.seq, self._payload(seq, update), update, closed)
+        if self.copies is not None:
+            names = {*(part.update for part in parts), *dropped}
+            mine = (self.updates[n] for n in names if self.settled.get(n) == entry.seq)
+            came = sorted(mine, key=lambda known: known[0])
+            for sentence in self.copies.settle([update for _, update in came], closed):
+                self.report("rule", entry.seq, sentence)
         return settled
 
     def _left_out(
@@ -414,7 +413,8 @@ class Auditor:
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
         bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-        for sentence in check_dropped(update.id, norm, bounds, closed):
+        least = self._least_gain(update, closed)
+        for sentence in check_dropped(update.id, norm, bounds, closed, least):
             self.report("rule", seq, sentence)
 
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
@@ -475,6 +475,19 @@ class Auditor:
         """Whether the run believes nobody."""
         return self.run is not None and self.run.policy.get("undefended") is False
 
+    def _least_gain(self, update: UpdateBody, closed: VersionBody | RoundBody) -> float:
+        """What a round's update must gain, but for noise."""
+        if self.config is None:
+            return 0.0
+        judged = (self.updates[name][1] for name in closed.gains if name in self.updates)
+        return least_gain(self.config, update, usual_gain(self.config, judged, closed))
+
+    def _usual(self, update: UpdateBody, current: tensors.Tensors) -> float:
+        """The unit in which the norm of an update is compared."""
+        if not self._defended or self._rule("clip_by_steps") is None or self.config is None:
+            return 1.0
+        return usual_of(self.config, update, sum(t.size for t in current.values()))
+
     def _weights(
         self,
         entry: ledger.LedgerEntry,
@@ -520,8 +533,8 @@ class Auditor:
                 entry.seq,
                 f"the outer step's memory of {name} recomputes to other bytes",
             )
-        policy = self.run.policy if self.run else {}
-        if not follows_rules(version, self.chains[version.block][-1].norms, norms, policy):
+        known = self.chains[version.block][-1].norms
+        if self.run is not None and not follows_rules(version, known, norms, self.run.policy):
             self.report(
                 "rule",
                 entry.seq,
@@ -537,7 +550,7 @@ class Auditor:
         parts: Sequence[MergedPart],
         current: tensors.Tensors,
     ) -> tuple[tensors.Tensors | None, list[float]] | None:
-        """(mean of the proposals, norms of the updates); None if a payload is missing."""
+        """(mean of the proposals, norms as they are clipped); None if a payload is missing."""
         schema, mean = tensors.schema_of(current), Mean(not self._defended)
         norms: list[float] = []
         for part, update in parts:
@@ -554,10 +567,11 @@ class Auditor:
             proposed, norm = propose(current, opened, base, part.scale)
             if self._defended and self.config is not None:
                 bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-                for sentence in check_used(update.id, norm, bounds, version):
+                least = self._least_gain(update, version)
+                for sentence in check_used(update.id, norm, bounds, version, least):
                     self.report("rule", entry.seq, sentence)
             mean.add(update.submission.worker, part.share, proposed)
-            norms.append(norm)
+            norms.append(norm / self._usual(update, current))
         return mean.result(), norms
 
     def finish(self, record: RunRecord) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,12 @@ import numpy as np
 from blocktrain.audit.recompute import clip_scale
 from blocktrain.config import Config
 from blocktrain.protocol.ledger import Evidence, RoundBody, UpdateBody, VersionBody
-from blocktrain.schedule import change_bounds
+from blocktrain.schedule import change_bounds, reach, usual_change
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
 ROUNDING = 1e-6
+PEERS = 3  # workers whose gains say what is usual
+LEAST_GAIN = 0.25  # of the usual
 
 
 def bounds_of(config: Config, update: UpdateBody, parameters: int) -> tuple[float, float]:
@@ -23,8 +27,50 @@ def bounds_of(config: Config, update: UpdateBody, parameters: int) -> tuple[floa
     return change_bounds(config, update.order.block, made, parameters)
 
 
+def usual_of(config: Config, update: UpdateBody, parameters: int) -> float:
+    """What its steps usually change, up to a factor."""
+    first = update.order.start_step
+    made = range(first, first + update.submission.steps)
+    return usual_change(config, update.order.block, made, parameters)
+
+
+def reach_of(config: Config, update: UpdateBody) -> float:
+    """How far its steps could go together."""
+    first = update.order.start_step
+    return reach(config, update.order.block, range(first, first + update.submission.steps))
+
+
+def usual_gain(config: Config, updates: Iterable[UpdateBody], evidence: Evidence) -> float:
+    """What a round's median worker gains for each unit of reach; 0 where too few could say."""
+    own = defaultdict(list)
+    for update in updates:
+        if update.staleness == 0 and update.id in evidence.gains:
+            gain, _ = evidence.gains[update.id]
+            own[update.submission.worker].append(gain / reach_of(config, update))
+    return median(median(gains) for gains in own.values()) if len(own) >= PEERS else 0.0
+
+
+def least_gain(config: Config, update: UpdateBody, usual: float) -> float:
+    """What its gain may not be below, but for noise."""
+    if update.staleness > 0:
+        return 0.0
+    return max(0.0, LEAST_GAIN * usual * reach_of(config, update))
+
+
+def check_staleness(update: UpdateBody, behind: int, decay: float | None) -> Iterator[str]:
+    """decay ** staleness, but 1 for staleness 1. Without a known decay only that is checked."""
+    if update.staleness != behind:
+        yield f"is {behind} versions behind, not {update.staleness}"
+    weight = update.weight if decay is None else min(decay, 1.0) ** update.staleness
+    weight = 1.0 if update.staleness <= 1 else weight
+    if update.weight != weight:
+        yield (
+            f"is {update.staleness} versions behind and counts with {update.weight}, not {weight}"
+        )
+
+
 def check_used(
-    name: str, norm: float, bounds: tuple[float, float], evidence: Evidence
+    name: str, norm: float, bounds: tuple[float, float], evidence: Evidence, least: float
 ) -> Iterator[str]:
     """What is wrong with the use of an update."""
     shortest, longest = bounds
@@ -33,12 +79,18 @@ def check_used(
     gain, noise = evidence.gains.get(name, (0.0, 0.0))
     if gain < -noise:
         yield f"update {name[:12]}... is used, although it was judged to do harm"
+    elif gain + noise < least * (1 - ROUNDING):
+        yield f"update {name[:12]}... is used, although others gained far more"
     if evidence.canary is not None and name not in evidence.gains:
         yield f"update {name[:12]}... is used, and was not judged"
 
 
 def check_dropped(
-    name: str, norm: float, bounds: tuple[float, float], closed: VersionBody | RoundBody
+    name: str,
+    norm: float,
+    bounds: tuple[float, float],
+    closed: VersionBody | RoundBody,
+    least: float,
 ) -> Iterator[str]:
     """What is wrong with the reason for which an update was left out."""
     shortest, longest = bounds
@@ -48,6 +100,7 @@ def check_dropped(
         "too_long": norm < longest * (1 - ROUNDING),
         "no_change": norm > shortest * (1 + ROUNDING),
         "worse": gain >= -noise,
+        "no_gain": gain + noise > least * (1 + ROUNDING),
     }
     if wrong.get(code, False):
         yield f"update {name[:12]}... was left out as {code}, and is not"
@@ -58,7 +111,8 @@ def follows_rules(
 ) -> bool:
     """Whether clip and outer step are the run's, as far as it states them.
 
-    The norms that the clip uses (`known`, and then `norms`) must be those of the updates.
+    The norms that the clip uses (`known`, and then `norms`) must be those of the updates, all in
+    the unit in which they are compared.
     """
     scales = [part.scale for part in version.parts]
     clipped = [norm * scale for norm, scale in zip(norms, scales, strict=True)]
@@ -66,7 +120,11 @@ def follows_rules(
     same = len(lengths) == len(version.norms) and np.allclose(
         lengths, version.norms, rtol=1e-9, atol=0
     )
-    after, clip = (_number(policy, name) for name in ("clip_after", "clip"))
+    after, clip, by_steps = (
+        _number(policy, name) for name in ("clip_after", "clip", "clip_by_steps")
+    )
+    if policy.get("undefended") is False and by_steps is not None:
+        clip = by_steps
     if after is not None:
         expected = [clip_scale(norm, known, clip, after) for norm in norms]
         same = same and np.allclose(expected, scales, rtol=1e-9, atol=0)

@@ -171,10 +171,20 @@ class RoundCloser:
         run = self._run
         with run.lock:
             parent = run.version(action.block)
-            waiting = {name: run.history.waiting[name] for name in action.updates}
-            standings = run.state.standings
+            closed = frozenset(action.updates)
+            waiting = {name: a for name, a in run.history.waiting.items() if name in closed}
+            known = run.history.public
+            round_ = Round(
+                run.config,
+                parent,
+                waiting,
+                run.state.standings,
+                run.merge_options,
+                run.history.earlier(action.block),
+                frozenset(name for name, (s, _) in waiting.items() if s.payload_sha256 in known),
+                self._judge,
+            )
         method = run.policy.version_compression
-        round_ = Round(run.config, parent, waiting, standings, run.merge_options, self._judge)
         made = self._merger.submit(merge_round, run.store, round_, method).result()
         outcome = store_outcome(run.store, made, waiting)
         outcome = guard_version(run.store, round_, made, outcome)

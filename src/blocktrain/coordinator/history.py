@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +21,11 @@ Body = dict[str, Any]  # of a ledger entry
 PROBATION = 3  # merged updates before a member is no newcomer any more
 BARRED_AFTER = 2  # updates in a row that were left out for what they held
 LONGEST_BAR = 6  # a member sits out at most 2 ** this many rounds
-FAULTS = ("not_finite", "wrong_shape", "too_long", "no_change", "worse")
+FAULTS = ("not_finite", "wrong_shape", "too_long", "no_change", "copy", "worse", "no_gain")
 """Codes of updates that were left out for what they held."""
+RECENT_ROUNDS = 4  # whose updates a new one may be a copy of
+MOST_RECENT = 64  # of these updates
+Answer = tuple[m.Submission, m.Order]
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ class RunHistory:
     """What the run keeps at hand of its ledger. A restart reads the ledger and knows the same."""
 
     orders: dict[int, m.Order] = field(default_factory=dict)  # by task that may still be answered
-    waiting: dict[str, tuple[m.Submission, m.Order]] = field(default_factory=dict)  # by update
+    waiting: dict[str, Answer] = field(default_factory=dict)  # by update, in the ledger's order
+    recent: dict[int, deque[tuple[Answer, ...]]] = field(default_factory=dict)
+    """By block: the updates that its last rounds have settled."""
     public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
     features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
     """By block: the versions that its newest version was trained on."""
@@ -184,13 +189,27 @@ class RunHistory:
         if body["version"] > 0:
             for worker in tuple(self.barred):
                 self._stand(worker, Standing.after_version, block)
+        self._remember(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
         for part in body["parts"]:
             submission = self._settle(block, part["update"])
             self._stand(submission.worker, Standing.after_merge, submission.steps)
         self._drop(block, body["dropped"])
 
     def _round(self, body: Body) -> None:
-        self._drop(body["block"], body.get("dropped", {}))
+        dropped = body.get("dropped", {})
+        self._remember(body["block"], dropped)
+        self._drop(body["block"], dropped)
+
+    def _remember(self, block: int, names: Collection[str]) -> None:
+        """What was settled, in the order in which it came."""
+        if names:
+            came = tuple(answer for name, answer in self.waiting.items() if name in names)
+            self.recent.setdefault(block, deque(maxlen=RECENT_ROUNDS)).append(came)
+
+    def earlier(self, block: int) -> tuple[Answer, ...]:
+        """What a new update of a block may be a copy of."""
+        rounds = self.recent.get(block, ())
+        return tuple(answer for answers in rounds for answer in answers)[-MOST_RECENT:]
 
     def _expire(self, body: Body) -> None:
         self._stand(body["worker"], Standing.after_miss)

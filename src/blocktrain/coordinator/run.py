@@ -22,7 +22,7 @@ from blocktrain.coordinator import state
 from blocktrain.coordinator.corpus import RunCorpus, store_corpus
 from blocktrain.coordinator.history import Body, RunHistory, UpdateCounts
 from blocktrain.coordinator.merging.merge import MergeOptions
-from blocktrain.coordinator.policy import Policy, make_policy
+from blocktrain.coordinator.policy import EARLIER_RULES, Policy, make_policy
 from blocktrain.coordinator.recovery import recover_state
 from blocktrain.coordinator.rounds import end_reason
 from blocktrain.coordinator.traffic import TrafficCounter
@@ -213,8 +213,7 @@ class TrainingRun:
                 "the run's settings mean something else to this version of blocktrain; "
                 "use the version that it began with"
             )
-        # A run that was begun before there was this choice goes on as it began.
-        self.policy = make_policy({"undefended": True, **document["policy"]})
+        self.policy = make_policy({**EARLIER_RULES, **document["policy"]})
         self.options = replace(self.policy.options(self.config), frozen=self.facts.frozen)
         self.merge_options = self.policy.merge_options()
 

@@ -8,10 +8,10 @@ worker that does not compress sends its new weights (`absolute`). Where these st
 version they are the proposal: one replica with plain averaging gives the worker's bytes. Compressed
 deltas, and late absolute weights, become proposals in float64: current + delta.
 
-Order: `checks` on each update (shape, finite, bounds, canary, norm clip), the shares, `combine`
-(weighted mean, or the trimmed mean of five workers and more), the outer step, then `guards` on the
-result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS is not: its
-order of sums depends on the machine.
+Order: `checks` on each update (shape, finite, bounds, copies, canary, norm clip), the shares,
+`combine` (weighted mean, or the trimmed mean of five workers and more), the outer step, then
+`guards` on the result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS
+is not: its order of sums depends on the machine.
 """
 
 from __future__ import annotations
@@ -37,14 +37,24 @@ class MergeOptions:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     clip: float | None = 3.0  # longest norm of a delta, in running medians; None: as it comes
+    clip_by_steps: bool = False  # norms are compared as if all had made the same steps
     clip_after: int = 5  # norms that must be known before any is clipped
     kept_norms: int = 32  # norms that the running median is taken from
     defences: bool = False  # bounds, capped shares and a robust mean: not every member is trusted
+    alike: float | None = None  # cosine with another worker's update from which on it is a copy
     changes: bool = False  # whether the change from the current version is wanted, too
 
     def __post_init__(self) -> None:
         if self.outer not in ("average", "nesterov"):
             raise ValueError(f"outer={self.outer!r} is neither average nor nesterov")
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """The earlier update that an update is most like."""
+
+    of: str  # empty: one that is not at hand any more
+    cosine: float
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,14 @@ class Update:
     absolute: bool = False
     base: State | None = None  # what late absolute weights started from; None: the current version
     worker: str = ""
+    payload: str = ""  # sha256
+    like: Likeness | None = None  # None: not compared
     newcomer: bool = False
     steps: int = 1
+    usual: float = 1.0  # the unit of its norm; with `clip_by_steps` what its steps usually change
     bounds: tuple[float, float] = (0.0, math.inf)  # shortest and longest norm of honest steps
+    late: bool = False  # whether it started from an older version
+    reach: float = 1.0  # how far its steps could go together, up to a factor
     gain: float | None = None  # how far it leads down on the canary; None: not judged
     noise: float = 0.0  # that a gain may be off by
 
@@ -72,7 +87,8 @@ class MergeContext:
     current: State
     options: MergeOptions = field(default_factory=MergeOptions)
     momentum: State | None = None  # of the outer step: part of the version's state
-    norms: Sequence[float] = ()  # of the block's last used updates, oldest first
+    norms: Sequence[float] = ()  # of the block's last used updates in their units, oldest first
+    usual_gain: float | None = None  # of the round's workers, for each unit of reach
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,8 @@ Shares = Callable[[Sequence[Update]], list[float]]
 
 ROBUST_FROM = 5  # workers
 LARGEST = 2.0  # weight of a worker in a merge, in medians of all workers' weights
+PEERS = 3  # workers whose gains say what is usual
+LEAST_GAIN = 0.25  # of the usual
 NEWCOMERS = 0.2  # share of all newcomers together, where others have answered as well
 
 
@@ -194,22 +212,56 @@ def bound_norm(before: MergeContext, candidate: Candidate) -> Candidate | Reject
     return candidate
 
 
+def check_copy(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """It is not what another worker has sent before, in this round or in the last ones."""
+    like, alike = candidate.update.like, before.options.alike
+    if like is not None and alike is not None and like.cosine >= alike:
+        reason = f"it changes what update {like.of[:12]} changes (cosine {like.cosine:.6f})"
+        if not like.of:
+            reason = "the same bytes were sent before"
+        return RejectedUpdate(candidate.update.id, "copy", reason)
+    return candidate
+
+
+def usual_gain(updates: Sequence[Update]) -> float | None:
+    """What the median worker of a round gains for each unit of reach; None: too few to say.
+
+    A late update repeats what the last version has gained already.
+    """
+    own: dict[str, list[float]] = {}
+    for u in updates:
+        if u.gain is not None and math.isfinite(u.gain) and not u.late:
+            own.setdefault(u.worker, []).append(u.gain / u.reach)
+    return median(map(median, own.values())) if len(own) >= PEERS else None
+
+
 def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
-    """On text that its worker could not know beforehand the update does no harm."""
-    gain, noise = candidate.update.gain, candidate.update.noise
-    if gain is not None and not gain >= -noise:
+    """On text that its worker could not know beforehand the update does no harm, and some good if
+    those of others do."""
+    update = candidate.update
+    if update.gain is None:
+        return candidate
+    if not update.gain >= -update.noise:
         return RejectedUpdate(
-            candidate.update.id,
+            update.id,
             "worse",
-            f"it leads to a loss on a secret sample of text that is {-gain:.3g} higher "
-            f"(noise {noise:.3g})",
+            f"it leads to a loss on a secret sample of text that is {-update.gain:.3g} higher "
+            f"(noise {update.noise:.3g})",
+        )
+    usual = 0.0 if before.usual_gain is None or update.late else before.usual_gain * update.reach
+    if update.gain + update.noise < LEAST_GAIN * usual:
+        return RejectedUpdate(
+            update.id,
+            "no_gain",
+            f"it gains {update.gain:.3g} on a secret sample of text (noise {update.noise:.3g}), "
+            f"where others would gain {usual:.3g}",
         )
     return candidate
 
 
 def clip_norm(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
     """A delta much longer than the block's usual ones is shortened; its weight stays."""
-    o, norm = before.options, candidate.norm
+    o, norm = before.options, candidate.norm / candidate.update.usual
     known = before.norms[-o.kept_norms :]
     limit = math.inf if o.clip is None or len(known) < o.clip_after else o.clip * median(known)
     return replace(candidate, scale=min(1.0, limit / norm) if norm > 0 else 1.0)
@@ -300,7 +352,7 @@ class Steps:
 
 
 TRUSTING = Steps()
-BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm)
+BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm, check_copy)
 """The checks that need no text."""
 DEFENDED = Steps(
     checks=(*BOUNDED, check_gain, clip_norm),
@@ -317,6 +369,7 @@ def merge(
     ordered = sorted(updates, key=lambda u: u.id)
     if len({u.id for u in ordered}) != len(ordered):
         raise ValueError("the same update twice in one merge")
+    before = replace(before, usual_gain=usual_gain(ordered))
     passed, rejected = run_checks(before, ordered, steps.checks)
     shares = steps.shares([c.update for c in passed])
     used = tuple(replace(c, share=share) for c, share in zip(passed, shares, strict=True))
@@ -342,7 +395,9 @@ def merge(
                 f"not published: {problem}; merged were {named}",
             )
     # Norms count as clipped: otherwise long updates would slowly lift the limit.
-    norms = (*before.norms, *(c.norm * c.scale for c in used))[-before.options.kept_norms :]
+    norms = (*before.norms, *(c.norm / c.update.usual * c.scale for c in used))[
+        -before.options.kept_norms :
+    ]
     clipped = sum(c.scale < 1 for c in used)
     return MergeResult(
         state,

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from blocktrain.config import Config
-from blocktrain.coordinator.history import NEWCOMER, Standing
+from blocktrain.coordinator.history import NEWCOMER, Answer, Standing
+from blocktrain.coordinator.merging.copies import find_copies
 from blocktrain.coordinator.merging.judge import Judge, Judged, Question, Suspect
 from blocktrain.coordinator.merging.merge import (
     BOUNDED,
     Candidate,
+    Likeness,
     MergeContext,
     MergeOptions,
     MergeResult,
@@ -35,10 +37,10 @@ from blocktrain.protocol.tensors import (
     schema_of,
     unpack,
 )
-from blocktrain.schedule import change_bounds
+from blocktrain.schedule import change_bounds, reach, usual_change
 from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
-WaitingUpdates = Mapping[str, tuple[Submission, Order]]  # by update
+WaitingUpdates = Mapping[str, Answer]  # by update
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Round:
     waiting: WaitingUpdates
     standings: Mapping[str, Standing]
     options: MergeOptions
+    earlier: Sequence[Answer] = ()  # of the block's last rounds
+    repeated: frozenset[str] = frozenset()  # updates whose bytes were sent before
     judge: Judge | None = None
 
     @property
@@ -113,6 +117,7 @@ def merge_round(store: Store, round_: Round, method: Method = "none") -> MergedR
         _with_facts(_read_update(store, records[name], order, base), waiting[name], round_, base)
         for name, (_, order) in waiting.items()
     ]
+    updates = compare_updates(store, round_, updates, base)
     before = MergeContext(current, options, momentum, parent.norms)
     canary, judged = judge_updates(round_, before, updates)
     updates = [_with_verdict(update, judged.get(update.id)) for update in updates]
@@ -135,6 +140,23 @@ def _compressed(
     if residual is None and (name := _own_payload(merged, round_, method)) is not None:
         own = store.blobs.read(name)
     return compress_version(merged, current, residual, method, own)
+
+
+def compare_updates(
+    store: Store, round_: Round, updates: Sequence[Update], base: _Base
+) -> list[Update]:
+    """The updates, with what they are like of what others have sent before them.
+
+    Nothing where members are trusted.
+    """
+    if not round_.options.defences or round_.options.alike is None:
+        return list(updates)
+    earlier = (_read_earlier(store, answer, base) for answer in round_.earlier)
+    found = find_copies(base.tensors, updates, earlier)
+    for name in round_.repeated:
+        if name not in found or found[name].cosine < 1:
+            found[name] = Likeness("", 1.0)
+    return [replace(update, like=found.get(update.id)) for update in updates]
 
 
 def judge_updates(
@@ -279,6 +301,23 @@ def _read_update(store: Store, record: UpdateRecord, order: Order, current: _Bas
     return Update(record.id, opened.tensors, record.tokens, record.weight, opened.absolute, base)
 
 
+def _read_earlier(store: Store, answer: Answer, current: _Base) -> Update:
+    """What somebody has sent for an older version."""
+    submission, order = answer
+    content = store.blobs.read(submission.payload_sha256)
+    opened = open_update(content, current.schema, method=order.compression)
+    base = _read_tensors(store.blobs, order.weights.sha256) if opened.absolute else None
+    return Update(
+        submission.update,
+        opened.tensors,
+        submission.tokens,
+        absolute=opened.absolute,
+        base=base,
+        worker=submission.worker,
+        payload=submission.payload_sha256,
+    )
+
+
 def _with_facts(
     update: Update, answer: tuple[Submission, Order], round_: Round, current: _Base
 ) -> Update:
@@ -288,10 +327,17 @@ def _with_facts(
     submission, order = answer
     parameters = sum(tensor.size for tensor in current.tensors.values())
     made = range(order.start_step, order.start_step + submission.steps)
+    usual = 1.0
+    if round_.options.clip_by_steps:
+        usual = usual_change(round_.config, order.block, made, parameters)
     return replace(
         update,
+        usual=usual,
         worker=submission.worker,
+        payload=submission.payload_sha256,
         newcomer=round_.standings.get(submission.worker, NEWCOMER).newcomer,
+        late=order.base != current.version,
+        reach=reach(round_.config, order.block, made),
         steps=submission.steps,
         bounds=change_bounds(round_.config, order.block, made, parameters),
     )
