@@ -88,7 +88,7 @@ def test_the_ladder_gets_smaller_and_names_the_default(
     assert ratios[-1] < 0.1 < ratios[0] <= 1
     assert rows[0]["ce_cost"] == 0
     assert all(row["bytes_per_update"] >= row["sent_per_update"] > 0 for row in rows)
-    assert bench_result[1]["ladder_default"] == "int4"
+    assert bench_result[1]["ladder_default"] == "int2"
 
 
 def test_late_updates_cost_work_and_no_quality(

@@ -36,11 +36,11 @@ class Policy(BaseModel):
     )
 
     compression: Method = Field(
-        default="int4",
+        default="int2",
         description=f"How updates are sent: one of {', '.join(METHODS)} (with error feedback).",
     )
     version_compression: Method = Field(
-        default="int4",
+        default="int2",
         description="How versions are published: as whole weights (none), or as what changed since "
         f"the version before, by one of {', '.join(name for name in METHODS if name != 'none')} "
         "(with error feedback).",
@@ -148,10 +148,10 @@ class Policy(BaseModel):
 
 
 def policy_for_size(config: Config) -> dict[str, float]:
-    """What `--size` chooses: a task lasts thirty times as long as its transfers do."""
-    per_parameter = 0.9  # bytes: an update and a version, of less than four bits a value each
+    """What `--size` chooses: a task lasts fifty times as long as its transfers do."""
+    per_parameter = 0.6  # bytes: an update and a version, of two bits a value each
     transfers = per_parameter * block_parameters(config, 1) / USUAL_LINE
-    task_seconds = min(DAY / 3, max(20.0, float(f"{30 * transfers:.1e}")))
+    task_seconds = min(DAY / 3, max(20.0, float(f"{50 * transfers:.1e}")))
     return {"task_seconds": task_seconds, "first_deadline": 3 * task_seconds}
 
 
