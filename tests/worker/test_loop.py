@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blocktrain.audit.audit import audit
+from blocktrain.audit.evidence import open_folder
 from blocktrain.config import Config
 from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import RunError, Unreachable
@@ -409,3 +411,56 @@ def test_a_task_is_continued_where_its_worker_was_stopped(
     assert again == (made + 1 if found_later == "as it was" else made - 1)
     assert not list(here.folder.glob("cache/runs/*/*/block-*/paused.safetensors"))
     assert_plain(here, corpus)
+
+
+COARSE: dict[str, Any] = {
+    "compression": "int2",
+    "version_compression": "int2",
+    "replicas": 1,
+    "clip": None,
+    "undefended": True,
+}
+
+
+def assert_repeatable(here: WorkerRun) -> None:
+    """The audit trains all updates again to the same bytes."""
+    sent = len(here.updates())
+    here.coordinator.close()
+    found = audit(open_folder(here.folder / "coordinator"), retrain=True)
+    assert found.ok and found.retrained == sent, found.findings
+
+
+def test_a_lone_worker_trains_on_with_what_it_has_not_sent_yet(
+    place: Callable[..., WorkerRun],
+) -> None:
+    """So it trains as without compression, but for rounding."""
+    shape = {"compose": "pool", "blocks": 1, "steps": 24}
+    exact = place(Policy.exact(4), **shape)
+    coarse = place(Policy(task_steps=4, **COARSE), **shape)
+    for here in (exact, coarse):
+        here.worker().run()
+    losses = [[u.loss_after for u in here.updates()] for here in (exact, coarse)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    assert_repeatable(coarse)
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_an_update_on_its_way_leaves_no_doubt_what_the_next_task_began_with(
+    place: Callable[..., WorkerRun], monkeypatch: pytest.MonkeyPatch, refuse: bool
+) -> None:
+    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
+    here = place(Policy(task_steps=30, **COARSE), compose="pool", blocks=1, steps=90)
+    here.worker(slow_upload(here, refuse=refuse)).run()
+    assert here.coordinator.finished
+    assert_repeatable(here)
+
+
+def test_a_task_that_is_continued_keeps_what_it_began_with(
+    place: Callable[..., WorkerRun],
+) -> None:
+    here = place(Policy(task_steps=4, **COARSE), compose="pool", blocks=1, steps=12)
+    here.worker().run(lambda: len(here.events("step")) == 6)  # in the middle of the second task
+    here.worker().run()
+    assert here.coordinator.finished
+    assert [event["step"] for event in here.events("step")] == list(range(1, 13))
+    assert_repeatable(here)

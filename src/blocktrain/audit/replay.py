@@ -136,8 +136,10 @@ def _retrain_update(
             _state_of(states, sent.continued.optimizer),
             _state_of(states, sent.continued.residual),
         )
-        trainer, losses = _train(update, text, parent)
-        payload, rest = _payload(order, trainer, residual, read)
+        carried = residual.residual if residual and _is_carried(update) else {}
+        trainer, losses = _train(update, text, parent, carried)
+        left = {} if residual is None or carried else residual.residual
+        payload, rest = _payload(order, trainer, left, read)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
     lineage = ledger.lineage(parent.lineage if parent else None, order, sent.continued)
@@ -165,14 +167,22 @@ def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState 
     return None if task is None else states[task]
 
 
+def _is_carried(update: UpdateBody) -> bool:
+    """Whether training began with the residual in the weights, by the protocol's rule."""
+    named = update.order.continues.residual
+    method = compression.METHODS[update.order.compression]
+    return method.carries and named is not None and named == update.submission.continued.residual
+
+
 def _train(
-    update: UpdateBody, text: _Text, parent: _TaskState | None
+    update: UpdateBody, text: _Text, parent: _TaskState | None, carried: tensors.Tensors
 ) -> tuple[Trainer, list[float]]:
     order, config, read = update.order, text.config, text.read
     sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
     trainer = Trainer(config, order.block, independent(sources), order.start_step)
     trainer.shift = order.position - order.start_step
-    trainer.load_weights(tensors.unpack(read(order.weights)))
+    weights = tensors.unpack(read(order.weights))
+    trainer.load_weights(compression.add_residual(weights, carried))
     # Copies: the optimizer works in place, and another task may continue the same state.
     trainer.restore(
         {} if parent is None else {name: moment.clone() for name, moment in parent.moments.items()}
@@ -189,7 +199,7 @@ def _source(config: Config, index: int, raw: bytes) -> Block:
 
 
 def _payload(
-    order: Order, trainer: Trainer, residual: _TaskState | None, read: Read
+    order: Order, trainer: Trainer, residual: tensors.Tensors, read: Read
 ) -> tuple[bytes, tensors.Tensors]:
     new = trainer.weights()
     if compression.METHODS[order.compression].exact:
@@ -197,7 +207,7 @@ def _payload(
     base = tensors.unpack(read(order.weights))
     return compression.compress(
         {name: new[name] - base[name] for name in new},
-        residual.residual if residual else None,
+        residual,
         order.compression,
     )
 

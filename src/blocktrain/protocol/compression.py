@@ -73,6 +73,9 @@ class Compression(ABC):
     name: ClassVar[str]
     exact: ClassVar[bool] = False
     """Keeps every bit: there is no residual, and a worker sends new weights, not a delta."""
+    carries: ClassVar[bool] = False
+    """A worker trains on with the residual in its weights, instead of without what it has learned
+    and not sent yet. Where a payload lacks much, that is worth more than a plain beginning."""
     levels: ClassVar[float] = 1
     """The peak of a delta divided by this is at least its largest scale."""
     zstd_share: ClassVar[float] = 1.0
@@ -215,6 +218,7 @@ class Int2(Int4):
     """
 
     name = "int2"
+    carries = True
     group = LARGE_GROUP
     step: ClassVar[float] = 1.0
     """Between two levels, in root mean squares of a group."""
@@ -293,6 +297,13 @@ def compress(
     None and an empty residual both mean that there is none yet.
     """
     return _write_payload("delta", _with_residual(delta, residual), METHODS[method])
+
+
+def add_residual(weights: Mapping[str, Array], residual: Mapping[str, Array]) -> Tensors:
+    """Where a worker begins whose last payload lacked something: one float32 sum per weight."""
+    if not residual:
+        return dict(weights)
+    return {name: np.asarray(w + residual[name]) for name, w in weights.items()}
 
 
 def compress_weights(weights: Mapping[str, Array], method: Method = "none") -> bytes:

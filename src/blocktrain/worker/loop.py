@@ -356,7 +356,7 @@ class Worker:
         losses: list[float],
         seconds: float,
     ) -> UpdateUpload:
-        order, continued = task.order, training.lineage_before
+        order, continued = task.order, training.continued(task.order)
         after, payload = self._compress(order, training)
         submission = m.Submission(
             run=self._session.run,
@@ -417,7 +417,7 @@ class Worker:
             training.load_state(state if state.origin.fits(order) else TrainingState())
             if training.origin.optimizer is None and order.start_step > 0:
                 self._emit("fresh", block=order.block, task=order.task)
-        training.begin(order, self._downloads.tensors)
+        training.begin(order, self._downloads.tensors, settled=self._upload is None)
         self._downloads.keep_only([order.weights, *(pin.weights for pin in order.features)])
         return training
 

@@ -17,7 +17,13 @@ from blocktrain.learning.tokenizer import LARGEST_JSON, load_tokenizer
 from blocktrain.learning.train import Trainer, put_weights
 from blocktrain.processes import return_memory
 from blocktrain.protocol import messages as m
-from blocktrain.protocol.compression import METHODS, add_delta, compress, compress_weights
+from blocktrain.protocol.compression import (
+    METHODS,
+    add_delta,
+    add_residual,
+    compress,
+    compress_weights,
+)
 from blocktrain.protocol.ledger import lineage
 from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.tensors import Tensors, pack, unpack
@@ -160,6 +166,7 @@ class BlockTraining:
     origin: Provenance = field(default_factory=Provenance)
     residual: Tensors = field(default_factory=dict)
     base: Tensors = field(default_factory=dict)
+    carried: bool = False  # whether the order in work began with the residual in the weights
     reads: tuple[str, ...] = ()  # hashes of the weights that a fusion block reads
     # The weights of the last task, by the hash of the version that they are if no other update is
     # merged with them. Saves fetching what this worker has just sent.
@@ -174,16 +181,39 @@ class BlockTraining:
         """The tasks that left the optimizer state and the residual."""
         return m.Lineage(optimizer=self.origin.optimizer, residual=self.origin.residual)
 
+    def continued(self, order: m.Order) -> m.Lineage:
+        """What of that is in an order's update.
+
+        Who trains the order again takes a residual that both order and update name for carried.
+        Where it is the same one and was not carried, it is given up: that is rare.
+        """
+        if self._is_named(order) and not self.carried:
+            return self.lineage_before.model_copy(update={"residual": None})
+        return self.lineage_before
+
+    def _is_named(self, order: m.Order) -> bool:
+        residual = order.continues.residual
+        is_same = residual is not None and residual == self.origin.residual
+        return is_same and METHODS[order.compression].carries
+
     def load_state(self, state: TrainingState) -> None:
         self.trainer.restore(state.moments)
         self.origin, self.residual = state.origin, state.residual
 
-    def begin(self, order: m.Order, weights: Callable[[m.Blob], Tensors]) -> None:
-        """Put the trainer where the order begins."""
+    def begin(
+        self, order: m.Order, weights: Callable[[m.Blob], Tensors], *, settled: bool = True
+    ) -> None:
+        """Put the trainer where the order begins.
+
+        `settled`: no update is on its way whose acceptance would change the residual.
+        """
         own, self.own_version = self.own_version, None
         known = own is not None and own[0] == order.weights.sha256
         self.base = own[1] if own and known else weights(order.weights)
-        self.trainer.load_weights(self.base)
+        self.carried = settled and self._is_named(order)
+        self.trainer.load_weights(
+            add_residual(self.base, self.residual) if self.carried else self.base
+        )
         self.trainer.step = order.start_step
         self.trainer.shift = order.position - order.start_step
 
@@ -196,6 +226,7 @@ class BlockTraining:
             first_loss=losses[0],
             last_loss=losses[-1],
             seconds=seconds,
+            carried=self.carried,
         )
         return TaskCheckpoint(info, self.trainer.weights(), self.trainer.moments())
 
@@ -204,6 +235,7 @@ class BlockTraining:
         self.trainer.load_weights(checkpoint.weights)
         self.trainer.restore(checkpoint.moments)
         self.trainer.step = checkpoint.info.step
+        self.carried = checkpoint.info.carried
         return [checkpoint.info.first_loss, checkpoint.info.last_loss]
 
     def finish(self, order: m.Order) -> tuple[TrainingState, bytes]:
@@ -214,6 +246,7 @@ class BlockTraining:
         self.trainer.drop_gradients()
         return_memory()  # of the activations, before the update needs it
         new, base, self.base = self.trainer.weights(), self.base, {}
+        continued = self.continued(order)
         residual: Tensors = {}
         if METHODS[order.compression].exact:
             payload = compress_weights(new, order.compression)
@@ -221,11 +254,13 @@ class BlockTraining:
         else:
             for name in new:  # in place: the new weights become the delta
                 new[name] -= base.pop(name)
-            payload, residual = compress(new, self.residual, order.compression)
+            is_apart = continued.residual is not None and not self.carried
+            left = self.residual if is_apart else None
+            payload, residual = compress(new, left, order.compression)
         after = Provenance(
             optimizer=order.task,
             residual=order.task,
-            lineage=lineage(self.origin.lineage, order, self.lineage_before),
+            lineage=lineage(self.origin.lineage, order, continued),
             version=order.base + 1,
             step=order.start_step + order.steps,
         )
