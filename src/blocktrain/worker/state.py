@@ -288,7 +288,7 @@ class WorkerCache:
                 optimizer=pending.task.task if pending else origin.optimizer,
                 residual=origin.residual,
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 
