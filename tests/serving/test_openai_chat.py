@@ -23,8 +23,10 @@ from blocktrain.serving import chat_template
 from blocktrain.serving.chat_template import ChatPrompt, ChatTemplate, default_template
 from blocktrain.serving.openai_chat import read_chat
 from blocktrain.serving.openai_messages import ApiError
+from blocktrain.serving.openapi import OPERATIONS
 from blocktrain.serving.tokenizer_messages import tokenize, tokenizer_info
 from support.command import blocktrain
+from support.conformance import try_operations
 from support.serving import Process, openai_client, saved, started
 from support.tokenizer_files import byte_level
 from support.waiting import PATIENCE
@@ -311,3 +313,15 @@ def test_templates_of_the_hub_work() -> None:
     assert ChatTemplate(source).render(messages, "END") == ChatPrompt(
         '<|user|>"{{ 1 }}"END<|assistant|>s', ()
     )
+
+
+def test_answers_are_as_they_are_described(served: Process) -> None:
+    described = httpx2.get(f"{served.url}/openapi.json", timeout=PATIENCE).json()
+    schemas = described["components"]["schemas"]
+    for kind, most in (("Completion", "max_tokens"), ("ChatCompletion", "max_completion_tokens")):
+        schemas[kind]["properties"] |= {most: {"enum": [1, 2]}, "n": {"enum": [1, 2]}}
+        schemas[kind]["required"] += [most]  # short texts are enough
+    seen = try_operations(described, served.url, {})
+    assert seen.keys() == {operation.name for operation in OPERATIONS}
+    assert all(200 in statuses for name, statuses in seen.items() if name != "model")
+    assert 400 in seen["completions"] and 400 in seen["chat_completions"]

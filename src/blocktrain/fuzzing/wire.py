@@ -238,8 +238,13 @@ TEMPLATES = (
 )
 
 
-def _of(kind: type[BaseModel]) -> Callable[[], Iterable[bytes]]:
-    return lambda: sample_messages(kind)
+PROMPTS = b'{"model": "none", "prompt": [[1, 2], [3]], "stop": ["a", "b"], "n": 2, "echo": true}'
+PARTS = b"""{"model": "none", "messages": [{"role": "user", "content": [{"type": "text", "text":
+"a"}]}], "stop": "b", "max_completion_tokens": 3, "logprobs": true, "top_logprobs": 2}"""
+
+
+def _of(kind: type[BaseModel], *more: bytes) -> Callable[[], Iterable[bytes]]:
+    return lambda: [*sample_messages(kind), *more]
 
 
 def _messages() -> Iterable[FuzzTarget]:
@@ -265,8 +270,8 @@ WIRE: tuple[FuzzTarget, ...] = (
     ),
     FuzzTarget("frames", read_frames, frame_seeds),
     FuzzTarget("http-head", read_head, lambda: [HEAD]),
-    FuzzTarget("completions", request_for_text(read_completion), _of(texts.Completion)),
-    FuzzTarget("chat-completions", request_for_text(chat), _of(ChatCompletion)),
+    FuzzTarget("completions", request_for_text(read_completion), _of(texts.Completion, PROMPTS)),
+    FuzzTarget("chat-completions", request_for_text(chat), _of(ChatCompletion, PARTS)),
     FuzzTarget("tokenize", request_for_text(ids_of_text), _of(TokenizeText)),
     FuzzTarget("detokenize", request_for_text(text_of_ids), _of(DetokenizeIds)),
     FuzzTarget("chat-template", render, lambda: [DEFAULT.read_bytes(), *TEMPLATES]),
