@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -236,8 +237,8 @@ def fuzz(
 
 def _summary(result: FuzzResult) -> str:
     found = (
-        f"{crasher.target}: {crasher.problem}\n  blocktrain fuzz --replay {crasher.file}"
-        for crasher in result.crashers
+        f"{each.target}: {each.problem}\n  blocktrain fuzz --replay {shlex.quote(each.file)}"
+        for each in result.crashers
     )
     total = f"{sum(result.tried.values()):,} inputs for {len(result.tried)} parsers"
     return "\n".join([*found, f"{total} in {result.seconds:.0f} s"])
