@@ -55,6 +55,7 @@ ADDED = (
 DERIVED = ("tokenizer_hash", "vocabulary")  # found out when a run is made; they are no flags
 BPE_SIZES = (300, 1_000_000)
 LARGEST_VOCABULARY = 1 << 20
+LARGEST_SHARD = 1 << 28  # tokens; the order of its sequences is drawn at once
 MOST_TABLES = 1024  # tokens of a vocabulary that is small enough for several tables
 WORDS = {
     **dict.fromkeys(
@@ -495,7 +496,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read the settings file {path}: {error.strerror or error}"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 

@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
         count = int(float(match[1]) * _UNITS[match[2]])
         if not 0 < count < 2**53:
             raise ValueError
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(
             f"{text!r} is not an amount of bytes; write it like 8GB or 512MiB"
         ) from None

@@ -23,7 +23,7 @@ from blocktrain.errors import IdentityError
 from blocktrain.learning.compose import Model
 from blocktrain.learning.generate import Sampler, write
 from blocktrain.serving.entry.answer import Piece, Stats
-from blocktrain.serving.openai_messages import ApiError, Completion, TextChoice, read_completion
+from blocktrain.serving.openai_messages import TextChoice
 from blocktrain.web.guard import read_keys
 from support.command import blocktrain
 from support.serving import Process, openai_client, started
@@ -576,17 +576,3 @@ def test_characters_come_whole_however_the_bytes_are_cut(content: bytes, cuts: l
     assert writing.bytes == len(content)
     if content.decode(errors="ignore").encode() == content:
         assert "\ufffd" not in writing.text or "\ufffd" in content.decode()
-
-
-_LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-_JSON = st.recursive(_LEAF, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
-_FIELD = st.sampled_from([*Completion.model_fields, "echo", "logit_bias", "best_of", "other"])
-
-
-@given(st.dictionaries(_FIELD, _JSON), st.binary(max_size=30))
-def test_any_request_is_answered_or_refused(fields: dict[str, Any], junk: bytes) -> None:
-    for content in (json.dumps({"model": "small", **fields}).encode(), junk):
-        try:
-            assert isinstance(read_completion(content), Completion)
-        except ApiError as error:
-            assert error.status == 400 and str(error) and len(str(error)) < 1000

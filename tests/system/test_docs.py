@@ -39,6 +39,7 @@ SHORT_BENCHES: dict[str, list[str]] = {
 ALONE = (
     *("plan", "train", "data", "evaluate", "generate", "export", "push", "doctor", "bench"),
     "simulate",
+    "fuzz",
 )
 TOGETHER = (
     "coordinator",
@@ -134,6 +135,9 @@ def shrunk(words: list[str]) -> list[str]:
         return [*words, *SHORT_BENCHES[words[1]]]
     if words[0] == "simulate":
         return [*words, "--bug", "mean-of-the-last"] if "--planted" in words else [*words[:-1], "2"]
+    if words[0] == "fuzz":
+        short = ["0.01" if word == "10" else word for word in words]
+        return [*short, *(["--plain"] if "--plain" not in short else [])]  # atheris starts slowly
     return [*words, "--max-tokens", "8"] if words[0] == "generate" else words
 
 

@@ -207,7 +207,7 @@ class RemoteSource:
 
 def require_protocol(record: RunRecord) -> None:
     """The rules of an older protocol are in an older version."""
-    with suppress(ValueError, AttributeError, IndexError):
+    with suppress(ValueError, AttributeError, IndexError, RecursionError):
         first = record.entries[0]
         protocol = json.loads(first.body).get("protocol")
         if first.kind == "run" and protocol != PROTOCOL:

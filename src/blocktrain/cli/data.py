@@ -10,10 +10,10 @@ from typing import Annotated
 
 from blocktrain.cli.environment import cache_folder, source
 from blocktrain.cli.flags import Json, at_least
-from blocktrain.config import make_config
+from blocktrain.config import LARGEST_SHARD, make_config
 from blocktrain.errors import Interrupted
 
-LEAST_SHARD, LARGEST_SHARD = 1 << 16, 1 << 28
+LEAST_SHARD = 1 << 16
 
 
 def data(

@@ -1,8 +1,9 @@
-"""`blocktrain simulate`: whole runs in a simulation, with everything that can go wrong."""
+"""Looking for bugs: `simulate` plays whole runs, `fuzz` feeds every parser."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from blocktrain.cli.flags import Json, at_least
 from blocktrain.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
+    from blocktrain.fuzzing.campaign import FuzzResult
     from blocktrain.simulation.planted import Hunt
     from blocktrain.simulation.seeds import FailedSeed, SeedSummary
 
@@ -176,3 +178,80 @@ def _plant(names: list[str], first: int, seeds: int, jobs: int, json_: bool) -> 
         console.print(rows_table(title, rows))
     if missed:
         raise RunError(f"{len(missed)} planted bugs were not found: {', '.join(missed)}")
+
+
+def fuzz(
+    targets: Annotated[list[str] | None, Parameter(negative=())] = None,
+    /,
+    *,
+    minutes: Annotated[float, at_least(0.001)] = 10.0,
+    seed: Annotated[int, at_least(0, 10**15)] = 0,
+    plain: Annotated[bool, Parameter(negative=())] = False,
+    replay: Path | None = None,
+    out: Path = Path("results/fuzz"),
+    json_: Json = False,
+) -> None:
+    """Feed every parser with changed inputs: each must be read, or refused in a clear sentence.
+
+    Messages, ledger, payloads, frames, HTTP heads, requests for text, settings, corpora,
+    tokenizers, run folders and more; a wrong name lists all. No input may raise another error, take
+    5 seconds of processor time, or 256 MB. With atheris (`pip install 'blocktrain[fuzz]'`) the
+    inputs that reach new lines of the code are kept and changed again; without it, valid ones are
+    changed at random.
+
+    What a parser does not survive is kept as a file. `blocktrain fuzz --replay FILE` feeds it
+    again.
+
+    Parameters
+    ----------
+    targets
+        Only these parsers.
+    minutes
+        How long, for all of them together.
+    seed
+        Of the changes.
+    plain
+        Without atheris, also where it is installed.
+    replay
+        Instead, feed this file to the parser in its name.
+    out
+        Folder for inputs that a parser does not survive.
+    """
+    from blocktrain.fuzzing import campaign, guided
+    from blocktrain.terminal import bar, console
+
+    if replay is not None:
+        _replay(replay, json_)
+        return
+    chosen = campaign.named_targets(targets or [])
+    run = campaign.fuzz_guided if guided.is_available() and not plain else campaign.fuzz
+    with bar(f"{len(chosen)} parsers") as progress:
+        result = run(chosen, 60 * minutes, seed, out, progress)
+    if json_:
+        print(json.dumps(result.as_dict()))
+    else:
+        console.print(_summary(result), highlight=False, markup=False, soft_wrap=True)
+    if result.crashers:
+        raise RunError(f"{len(result.crashers)} inputs are neither read nor refused clearly")
+
+
+def _summary(result: FuzzResult) -> str:
+    found = (
+        f"{each.target}: {each.problem}\n  blocktrain fuzz --replay {shlex.quote(each.file)}"
+        for each in result.crashers
+    )
+    total = f"{sum(result.tried.values()):,} inputs for {len(result.tried)} parsers"
+    return "\n".join([*found, f"{total} in {result.seconds:.0f} s"])
+
+
+def _replay(path: Path, json_: bool) -> None:
+    from blocktrain.fuzzing.campaign import replay
+    from blocktrain.terminal import console
+
+    target, reading = replay(path)
+    if json_:
+        print(json.dumps({"target": target.name, "read": reading.read, "problem": reading.problem}))
+    elif not reading.problem:
+        console.print(f"{target.name}: {'read' if reading.read else 'refused'}, as it should be")
+    if reading.problem:
+        raise RunError(f"{target.name}: {reading.problem}") from reading.error

@@ -27,7 +27,7 @@ from pydantic import (
     model_serializer,
 )
 
-from blocktrain.config import Config, sentence
+from blocktrain.config import LARGEST_SHARD, Config, sentence
 from blocktrain.errors import CorpusError
 from blocktrain.learning.tokenizer import Ids
 
@@ -51,7 +51,7 @@ class Shard(_Part):
     """A file of token ids."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tokens: Annotated[int, Field(ge=1, le=1 << 32)]
+    tokens: Annotated[int, Field(ge=1, le=LARGEST_SHARD)]
     bytes: Annotated[int, Field(ge=0)]
     """Of the text that the tokens stand for."""
 

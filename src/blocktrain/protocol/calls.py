@@ -277,7 +277,17 @@ PAGE: Call[None] = Call(
     content="text/html",
 )
 
-WATCH_CALLS: tuple[Call[None], ...] = (EVENTS, METRICS, HEALTH, REPLAY, PAGE)
+OPENAPI: Call[None] = Call(
+    "openapi",
+    "GET",
+    "/openapi.json",
+    None,
+    None,
+    "nothing",
+    "These calls and their messages as OpenAPI 3.1.",
+)
+
+WATCH_CALLS: tuple[Call[None], ...] = (EVENTS, METRICS, HEALTH, REPLAY, PAGE, OPENAPI)
 
 
 class Calls(Protocol):

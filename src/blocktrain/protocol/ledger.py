@@ -201,7 +201,7 @@ class VersionFacts(Message):
     @property
     def step(self) -> VersionDelta | None:
         """How it follows from its parent; None: it was published whole."""
-        if self.delta is None or self.parent is None:
+        if self.delta is None or self.parent is None or self.version == 0:
             return None
         return VersionDelta(
             block=self.block,
@@ -244,7 +244,10 @@ class RunBody(RunFacts):
     @property
     def version_compression(self) -> str:
         """How versions are published."""
-        return require_method(str(self.policy.get("version_compression", "none")))
+        try:
+            return require_method(str(self.policy.get("version_compression", "none")))
+        except ValueError as error:
+            raise Refused(Code.MALFORMED, f"the rules of the run: {error}") from None
 
 
 class UpdateBody(UpdateFacts):

@@ -7,8 +7,9 @@ It is a Jinja template as Hugging Face's tokenizers have them: it gets `messages
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +28,9 @@ MAX_SECONDS = 5.0
 MAX_STOPS = 16
 
 
+_WIDTH = re.compile(r"%[-#0 +.]*(?:[0-9]*\.)?([0-9]+|\*)")
+
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A chat as the model reads it, and the texts that end its answer."""
@@ -35,19 +39,42 @@ class ChatPrompt:
     stop: tuple[str, ...]
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also without arithmetic that alone takes hours, or fills the memory."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if _largest_result(operator, left, right) > MAX_RENDERED:
+            raise jinja2.TemplateError(f"{operator} makes too large a value")
+        return super().call_binop(context, operator, left, right)
+
+
+def _largest_result(operator: str, left: Any, right: Any) -> int:
+    """About how many characters or bits come out."""
+    if operator == "%":  # a format may ask for any width
+        forms = _WIDTH.findall(left) if isinstance(left, str) else []
+        return MAX_RENDERED + 1 if any(form == "*" or len(form) > 6 for form in forms) else 0
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return bits * abs(right) if operator == "**" else bits + right.bit_length()
+    text, count = (right, left) if isinstance(left, int) else (left, right)
+    return len(text) * count if isinstance(text, Sized) and isinstance(count, int) else 0
+
+
 class ChatTemplate:
     """A template, compiled in a sandbox: it can read what it gets, and reach nothing else."""
 
     def __init__(self, source: str, name: str = "the chat template") -> None:
         self.source, self._name = source, name
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # also of numbers with thousands of digits
             raise ConfigError(f"{name} is not a Jinja template: {_reason(error)}") from None
 
     def render(self, messages: Sequence[Mapping[str, str]], end_of_text: str = "") -> ChatPrompt:

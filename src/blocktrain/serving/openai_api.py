@@ -25,6 +25,7 @@ from starlette.types import Receive, Send
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.learning.generate import Tokens
 from blocktrain.learning.tokenizer import Tokenizer
+from blocktrain.protocol.calls import JSON, OPENAPI
 from blocktrain.protocol.refusals import RULES, Code, Refused
 from blocktrain.serving import openai_messages as m
 from blocktrain.serving.blocks import name_blocks
@@ -35,6 +36,7 @@ from blocktrain.serving.entry.entry import Entry
 from blocktrain.serving.metrics import ServingMetrics
 from blocktrain.serving.openai_chat import chat_job, read_chat
 from blocktrain.serving.openai_messages import ApiError, TextChoice, TextJob
+from blocktrain.serving.openapi import describe_serving
 from blocktrain.serving.request_queue import RequestQueue, Slot
 from blocktrain.serving.tokenizer_messages import (
     detokenize,
@@ -133,6 +135,7 @@ def build_app(entry: Entry, rules: ServingRules) -> Starlette:
         route("GET", "/readyz", api.ready, "anyone"),
         route("GET", "/", page, "anyone"),
         route("GET", "/page/{name}", page, "anyone"),
+        route("GET", OPENAPI.path, api.openapi, "anyone"),
     ]
     return Starlette(
         routes=routes,
@@ -235,6 +238,11 @@ class OpenAIApi:
     async def read_metrics(self, _: Request, __: Send) -> Response:
         """GET /metrics."""
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def openapi(self, _: Request, __: Send) -> Response:
+        """GET /openapi.json. No key."""
+        content = await asyncio.to_thread(describe_serving, self.rules.model)
+        return Response(content, media_type=JSON)
 
     async def completions(self, request: Request, send: Send) -> Response | None:
         """POST /v1/completions."""

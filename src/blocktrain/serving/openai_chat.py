@@ -49,6 +49,12 @@ HARMLESS: Harmless = {
 }
 
 
+class _TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(BaseModel):
     """One message. Only text can be said."""
 
@@ -58,7 +64,7 @@ class ChatMessage(BaseModel):
     name: Annotated[str, Field(max_length=64)] | None = None
     refusal: None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[_TextPart])
     @classmethod
     def _join(cls, value: Any) -> Any:
         """Accept a list of parts."""

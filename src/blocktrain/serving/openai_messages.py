@@ -83,6 +83,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_BYTES)]
+_TokenId = Annotated[int, Field(ge=0)]
+_Prompts = str | list[str] | list[_TokenId] | list[list[_TokenId]] | None
+
+
 class AnswerFields(BaseModel):
     """What all requests for text may say. null means left out. The last four fields are ours."""
 
@@ -101,7 +106,7 @@ class AnswerFields(BaseModel):
     draft: DraftName | None = None
     allow_degraded: bool | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=_Stop | list[_Stop] | None)
     @classmethod
     def _some_texts(cls, value: Any) -> Any:
         """Accept one text in place of a list."""
@@ -130,7 +135,7 @@ class Completion(AnswerFields):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=_Prompts)
     @classmethod
     def _prompts(cls, value: Any) -> Any:
         """Accept a text, a list of texts, the ids of a text, or a list of those."""

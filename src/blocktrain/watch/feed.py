@@ -125,7 +125,7 @@ def as_event(line: bytes) -> Event | None:
             if type(seq) is int and seq > 0 and _KIND.match(kind)
             else None
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

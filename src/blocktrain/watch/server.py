@@ -30,6 +30,7 @@ from blocktrain.watch.metrics import CoordinatorMetrics
 from blocktrain.watch.narrator import Narrator
 from blocktrain.watch.status import status_of
 from blocktrain.web.door import Door, make_door
+from blocktrain.web.openapi import describe_calls
 from blocktrain.web.server import AppServer, Where
 
 
@@ -115,6 +116,10 @@ def _build_app(
     async def replay(_: Request, __: Send) -> Response:
         return JSONResponse({"replay": False})
 
+    async def openapi(_: Request, __: Send) -> Response:
+        rows = (*calls.CALLS, *calls.WATCH_CALLS)
+        return Response(await run_in_threadpool(describe_calls, rows), media_type=calls.JSON)
+
     async def page(request: Request, _: Send) -> Response:
         return await stream.page(request)
 
@@ -129,6 +134,7 @@ def _build_app(
         front.route("GET", calls.REPLAY.path, replay, "anyone"),
         front.route("GET", calls.PAGE.path, page, "anyone"),
         front.route("GET", "/page/{name}", page, "anyone"),
+        front.route("GET", calls.OPENAPI.path, openapi, "anyone"),
     ]
     every = [*routes.routes(), *watched, routes.unknown()]
     return Starlette(routes=every, middleware=front.behind(listen.door), lifespan=lifespan)

@@ -42,6 +42,7 @@ MAX_FROM_ONE = 64  # of both together, from one address
 LISTENERS = "listeners"  # stands for the addresses that read a stream of events
 LEAST_KEY = 16  # characters
 MOST_KEYS = 10_000
+MOST_DIGITS = 15  # of a number in a path, a query or a header
 CLIENT_CLOSED = 499  # the status that is counted when the client closed the connection
 
 Handler = Callable[[Request, Send], Awaitable[Response | None]]
@@ -355,6 +356,6 @@ def require_type(request: Request, kind: str) -> None:
 
 def number(text: str, name: str) -> int:
     """A decimal number in a path, a query or a header."""
-    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+    if not text.isascii() or not text.isdecimal() or len(text) > MOST_DIGITS:
         raise Refused(Code.MALFORMED, f"{name} is a number")
     return int(text)

@@ -292,7 +292,7 @@ class WorkerCache:
                 optimizer=pending.task.task if pending else origin.optimizer,
                 residual=origin.residual,
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
 

@@ -41,13 +41,13 @@ def read_mixture(path: Path) -> list[MixtureSource]:
             mixture = Mixture.model_validate(tomllib.loads(file.read(LARGEST_FILE).decode()))
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{path} is no TOML file: {error}") from None
     except ValidationError as error:
         raise CorpusError(
             f"{path} is no mixture: {sentence(error)}; it has a [[source]] for each text, with "
             "data and weight, and nothing else"
         ) from None
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{path} is no TOML file: {error}") from None
     sources = []
     for source in mixture.source:
         if is_mixture(source.data):
@@ -56,10 +56,17 @@ def read_mixture(path: Path) -> list[MixtureSource]:
             )
         beside = path.parent / source.data
         name, _, column = source.data.rpartition(":")
-        exists = beside.exists() or (bool(column) and bool(name) and (path.parent / name).exists())
+        exists = _exists(beside) or (bool(column and name) and _exists(path.parent / name))
         data = str(beside.resolve()) if exists else source.data
         sources.append(source.model_copy(update={"data": data}))
     return sources
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no path at all: too long
+        return False
 
 
 def is_mixture(spec: str) -> bool:

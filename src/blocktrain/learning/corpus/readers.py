@@ -153,7 +153,7 @@ class JsonLines(_ColumnFile):
             return b""
         try:
             return _encode(_decoder(self.column).decode(line).value)
-        except (msgspec.DecodeError, ValueError, TypeError):
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError):
             return self._read_slowly(line, number)
 
     def _read_slowly(self, line: bytes, number: int) -> bytes:
@@ -228,7 +228,7 @@ class ParquetFile(_ColumnFile):
                 table = parquet.ParquetFile(content.stream, pre_buffer=False)
                 self._require_column(table.schema_arrow, pyarrow.types)
                 yield from self._rows(table, start)
-            except (pyarrow.ArrowException, OSError) as error:
+            except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise  # of the disk, not of pyarrow
                 reason = " ".join(str(error).split())[:200]

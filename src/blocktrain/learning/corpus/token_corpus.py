@@ -173,8 +173,9 @@ class TokenCorpus:
 
 def valid_stretches(index: CorpusIndex) -> tuple[Stretch, ...]:
     """The valid part of each source; the whole, if it is not known where they begin."""
+    whole = (Stretch(index.name, 0, _tokens(index.valid), sum(s.bytes for s in index.valid)),)
     if sum(source.valid_tokens for source in index.sources) != _tokens(index.valid):
-        return (Stretch(index.name, 0, _tokens(index.valid), sum(s.bytes for s in index.valid)),)
+        return whole
     stretches: list[Stretch] = []
     shards, names = iter(index.valid), unique_names([source.name for source in index.sources])
     for name, source in zip(names, index.sources, strict=True):
@@ -183,6 +184,8 @@ def valid_stretches(index: CorpusIndex) -> tuple[Stretch, ...]:
         while tokens < source.valid_tokens:  # a shard has text of one source
             shard = next(shards)
             tokens, size = tokens + shard.tokens, size + shard.bytes
+        if tokens != source.valid_tokens:
+            return whole
         stretches.append(Stretch(name, first, tokens, size))
     return tuple(stretches)
 

@@ -109,7 +109,7 @@ class HttpAnswer:
         """The body as JSON, or None if it is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     @property
