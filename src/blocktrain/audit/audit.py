@@ -35,6 +35,7 @@ from blocktrain.audit.recompute import (
 )
 from blocktrain.audit.rules import (
     bounds_of,
+    check_drawn,
     check_dropped,
     check_staleness,
     check_used,
@@ -47,6 +48,7 @@ from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import verify, worker_id
 from blocktrain.protocol.ledger import (
+    CheckFacts,
     ExpireFacts,
     FinishFacts,
     JoinFacts,
@@ -126,6 +128,7 @@ class Auditor:
     last: ledger.LedgerEntry | None = None
     corpus: CorpusCheck | None = None
     copies: CopyCheck | None = None
+    differing: set[str] = field(default_factory=set)  # updates that were trained again
     joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
@@ -202,6 +205,8 @@ class Auditor:
                 self.kicked.add(read_body(KickFacts, entry).worker)
             case "finish":
                 read_body(FinishFacts, entry)
+            case "check":
+                self._check(entry, read_body(CheckFacts, entry))
 
     def _run(self, entry: ledger.LedgerEntry) -> None:
         run = read_body(RunBody, entry)
@@ -224,6 +229,11 @@ class Auditor:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
             self.report("parent", entry.seq, "it names blocks of its parent that it does not have")
+
+    def _check(self, entry: ledger.LedgerEntry, facts: CheckFacts) -> None:
+        for sentence in check_drawn(facts, self.updates.get(facts.update, (0, None))[1]):
+            self.report("rule", entry.seq, sentence)
+        self.differing |= {facts.update} if facts.result == "differs" else set()
 
     def check_shards(self, progress: AuditProgress) -> None:
         """All shards of the corpus, also those that no task has read."""
@@ -411,7 +421,7 @@ class Auditor:
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
         bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-        for sentence in check_dropped(update.id, norm, bounds, closed):
+        for sentence in check_dropped(update.id, norm, bounds, closed, self.differing):
             self.report("rule", seq, sentence)
 
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
@@ -557,7 +567,7 @@ class Auditor:
             proposed, norm = propose(current, opened, base, part.scale)
             if self._defended and self.config is not None:
                 bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-                for sentence in check_used(update.id, norm, bounds, version):
+                for sentence in check_used(update.id, norm, bounds, version, self.differing):
                     self.report("rule", entry.seq, sentence)
             mean.add(update.submission.worker, part.share, proposed)
             norms.append(norm / self._usual(update, current))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from blocktrain.audit.recompute import clip_scale
 from blocktrain.config import Config
-from blocktrain.protocol.ledger import Evidence, RoundBody, UpdateBody, VersionBody
+from blocktrain.protocol.ledger import CheckFacts, Evidence, RoundBody, UpdateBody, VersionBody
 from blocktrain.schedule import change_bounds, usual_change
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
@@ -43,7 +43,11 @@ def check_staleness(update: UpdateBody, behind: int, decay: float | None) -> Ite
 
 
 def check_used(
-    name: str, norm: float, bounds: tuple[float, float], evidence: Evidence
+    name: str,
+    norm: float,
+    bounds: tuple[float, float],
+    evidence: Evidence,
+    differing: Collection[str] = (),
 ) -> Iterator[str]:
     """What is wrong with the use of an update."""
     shortest, longest = bounds
@@ -52,12 +56,27 @@ def check_used(
     gain, noise = evidence.gains.get(name, (0.0, 0.0))
     if gain < -noise:
         yield f"update {name[:12]}... is used, although it was judged to do harm"
+    if name in differing:
+        yield f"update {name[:12]}... is used, although it came out otherwise when trained again"
     if evidence.canary is not None and name not in evidence.gains:
         yield f"update {name[:12]}... is used, and was not judged"
 
 
+def check_drawn(facts: CheckFacts, update: UpdateBody | None) -> Iterator[str]:
+    """What is wrong with the record of an update that was trained again."""
+    name = f"update {facts.update[:12]}..."
+    if update is None or update.submission.worker != facts.worker:
+        yield f"{name} was trained again, and is not an accepted update of {facts.worker}"
+    if facts.seed >= facts.chance * 2**32:
+        yield f"{name} was trained again, although it was not drawn"
+
+
 def check_dropped(
-    name: str, norm: float, bounds: tuple[float, float], closed: VersionBody | RoundBody
+    name: str,
+    norm: float,
+    bounds: tuple[float, float],
+    closed: VersionBody | RoundBody,
+    differing: Collection[str] = (),
 ) -> Iterator[str]:
     """What is wrong with the reason for which an update was left out."""
     shortest, longest = bounds
@@ -67,6 +86,7 @@ def check_dropped(
         "too_long": norm < longest * (1 - ROUNDING),
         "no_change": norm > shortest * (1 + ROUNDING),
         "worse": gain >= -noise,
+        "not_trained": name not in differing,
     }
     if wrong.get(code, False):
         yield f"update {name[:12]}... was left out as {code}, and is not"

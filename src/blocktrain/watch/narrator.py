@@ -28,6 +28,7 @@ EVENT_KINDS = (
     "round",
     "kick",
     "finish",
+    "check",
 )  # entries of the ledger that are events
 
 
@@ -144,6 +145,14 @@ class Narrator:
             self.feed.put(
                 "refused", code=code, sentence=sentence, worker=worker, block=block, count=1
             )
+
+    def _check(self, run: TrainingRun, body: Body) -> None:
+        """Too late for its round: the update is part of a version. Others are left out of it."""
+        if body["result"] != "differs" or body["update"] in run.history.differing:
+            return
+        sentence = f"{body['reason']}; it was merged before that was known"
+        known = {"worker": body["worker"], "block": body["block"]}
+        self.feed.put("refused", code="not_trained", sentence=sentence, **known, count=1)
 
     def _round(self, run: TrainingRun, body: Body) -> None:
         if body.get("dropped"):
