@@ -269,6 +269,21 @@ def test_who_copies_earns_nothing(playing: Playing, tmp_path: Path) -> None:
         assert sorted(by[u] for u in dropped) == sorted([copier.id, lazy.id] * 2)
         standings = play.coordinator.run.state.standings
         assert [standings[w.id].barred > 0 for w in play.members] == [False, True, True]
+        shown = {w.worker: w for w in play.coordinator.status().workers}
+        assert [shown[w.id].standing for w in play.members] == [
+            "proven",
+            "quarantined",
+            "quarantined",
+        ]
+        assert shown[honest.id].share == 1.0 and shown[copier.id].barred > 0
+        for _ in range(30):
+            play.answer(honest)
+            play.pass_time()
+        said = [e for e in read_events(tmp_path / EVENTS) if e["kind"] == "standing"]
+        for worker in (copier, lazy):
+            own = [e for e in said if e["worker"] == worker.id]
+            assert [e["standing"] for e in own] == ["quarantined", "back"]
+            assert "sits out 4 rounds of block 1" in own[0]["reason"]
     outcome = audit(open_folder(tmp_path))
     assert outcome.ok and outcome.dropped >= 4, outcome.findings
     assert copies_of(tmp_path, 1.01) == {"was left out as copy, and is not"}

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
@@ -51,6 +51,13 @@ class Standing:
     def newcomer(self) -> bool:
         """Whether it has too little behind it to weigh as much as others."""
         return self.merged < PROBATION
+
+    @property
+    def name(self) -> Literal["newcomer", "proven", "quarantined"]:
+        """For people."""
+        if self.barred:
+            return "quarantined"
+        return "newcomer" if self.newcomer else "proven"
 
     def after_update(self) -> Standing:
         """It has answered a task."""
@@ -127,6 +134,8 @@ class RunHistory:
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
     workers: dict[str, UpdateCounts] = field(default_factory=dict)
     standings: dict[str, Standing] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    """By worker: its share in the last version that it was part of."""
     restood: bool = True  # whether `standings` changed since they were last looked at
     barred: set[str] = field(default_factory=set)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -204,9 +213,12 @@ class RunHistory:
             for worker in tuple(self.barred):
                 self._stand(worker, Standing.after_version, block)
         self._remember(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
+        shares: dict[str, float] = {}
         for part in body["parts"]:
             submission = self._settle(block, part["update"])
             self._stand(submission.worker, Standing.after_merge, submission.steps)
+            shares[submission.worker] = shares.get(submission.worker, 0.0) + part["share"]
+        self.shares |= shares
         self._drop(block, body["dropped"])
 
     def _round(self, body: Body) -> None:
