@@ -107,7 +107,8 @@ def test_a_wide_terminal_shows_more() -> None:
         return next(line for line in lines if line.startswith("worker ")).split()
 
     narrow, usual = header(60), header(80)
-    assert set(narrow) < set(usual) == set(header(160))
+    assert set(narrow) < set(usual)
+    assert set(header(160)) == {*usual, "standing", "checked", "share"}
     assert usual == [
         "worker",
         "name",
@@ -121,6 +122,14 @@ def test_a_wide_terminal_shows_more() -> None:
         "seen",
     ]
     assert any("workstation-3-in-the-corner" in line for line in _rendered(_status(), 160))
+
+
+def test_who_is_quarantined_is_told_in_a_sentence() -> None:
+    status = _status()
+    barred = status.workers[1].model_copy(update={"standing": "quarantined", "barred": 4})
+    lines = _rendered(status.model_copy(update={"workers": (*status.workers, barred)}), 160)
+    assert any("is quarantined for 4 more rounds of its block" in line for line in lines)
+    assert any("quarantined, 4 rounds" in line for line in lines)
 
 
 def test_a_run_without_workers_says_so() -> None:

@@ -275,7 +275,9 @@ def test_who_harms_sits_out_and_may_come_back() -> None:
 
 @contextmanager
 def untrusting(folder: Path, **policy: Any) -> Iterator[tuple[WatchedCoordinator, LocalClient]]:
-    with beginning(folder, undefended=False, **policy) as coordinator:
+    # Its members do not train: whoever is checked would be left out.
+    chosen = {"undefended": False, "retrain_share": 0.0, **policy}
+    with beginning(folder, **chosen) as coordinator:
         yield coordinator, LocalClient(coordinator)
 
 

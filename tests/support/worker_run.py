@@ -49,7 +49,9 @@ class WorkerRun:
         self.folder, self.config = folder, config
         self.coordinator = open_coordinator(folder / "coordinator")
         prepare(config, Source(str(corpus), None, folder), folder / "prepared")
-        self.coordinator.begin(config, policy, "words", folder / "prepared")
+        # No update is checked: which ones are is random, and rounds wait for it.
+        chosen = policy.model_copy(update={"retrain_share": 0.0})
+        self.coordinator.begin(config, chosen, "words", folder / "prepared")
         self.identity = new_identity()
         self.emitted: list[tuple[str, dict[str, Any]]] = []
 

@@ -419,6 +419,7 @@ COARSE: dict[str, Any] = {
     "replicas": 1,
     "clip": None,
     "undefended": True,
+    "exclusive": True,
 }
 
 
@@ -442,17 +443,6 @@ def test_a_lone_worker_trains_on_with_what_it_has_not_sent_yet(
     losses = [[u.loss_after for u in here.updates()] for here in (exact, coarse)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
     assert_repeatable(coarse)
-
-
-@pytest.mark.parametrize("refuse", [False, True])
-def test_an_update_on_its_way_leaves_no_doubt_what_the_next_task_began_with(
-    place: Callable[..., WorkerRun], monkeypatch: pytest.MonkeyPatch, refuse: bool
-) -> None:
-    monkeypatch.setattr(worker_module, "ANSWER_SECONDS", 0.01)
-    here = place(Policy(task_steps=30, **COARSE), compose="pool", blocks=1, steps=90)
-    here.worker(slow_upload(here, refuse=refuse)).run()
-    assert here.coordinator.finished
-    assert_repeatable(here)
 
 
 def test_a_task_that_is_continued_keeps_what_it_began_with(

@@ -111,6 +111,7 @@ class CoordinateOptions(BeginOptions, total=False):
     clip_by_steps: float | None
     clip_after: int
     undefended: bool
+    retrain_share: float
     alike: float | None
     outer: Literal["average", "nesterov"]
     outer_learning_rate: float

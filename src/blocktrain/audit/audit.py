@@ -35,12 +35,12 @@ from blocktrain.audit.recompute import (
 )
 from blocktrain.audit.rules import (
     bounds_of,
+    check_drawn,
     check_dropped,
     check_staleness,
     check_used,
     follows_rules,
     least_gain,
-    usual_gain,
     usual_of,
 )
 from blocktrain.audit.shares import capped_shares, plain_shares
@@ -49,6 +49,7 @@ from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
 from blocktrain.protocol.identity import verify, worker_id
 from blocktrain.protocol.ledger import (
+    CheckFacts,
     ExpireFacts,
     FinishFacts,
     JoinFacts,
@@ -128,6 +129,7 @@ class Auditor:
     last: ledger.LedgerEntry | None = None
     corpus: CorpusCheck | None = None
     copies: CopyCheck | None = None
+    differing: set[str] = field(default_factory=set)  # updates that were trained again
     joins: dict[str, JoinFacts] = field(default_factory=dict)  # by worker
     newest: dict[int, LeaseFacts] = field(default_factory=dict)  # by task
     updates: dict[str, tuple[int, UpdateBody]] = field(
@@ -204,6 +206,8 @@ class Auditor:
                 self.kicked.add(read_body(KickFacts, entry).worker)
             case "finish":
                 read_body(FinishFacts, entry)
+            case "check":
+                self._check(entry, read_body(CheckFacts, entry))
 
     def _run(self, entry: ledger.LedgerEntry) -> None:
         run = read_body(RunBody, entry)
@@ -226,6 +230,11 @@ class Auditor:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
             self.report("parent", entry.seq, "it names blocks of its parent that it does not have")
+
+    def _check(self, entry: ledger.LedgerEntry, facts: CheckFacts) -> None:
+        for sentence in check_drawn(facts, self.updates.get(facts.update, (0, None))[1]):
+            self.report("rule", entry.seq, sentence)
+        self.differing |= {facts.update} if facts.result == "differs" else set()
 
     def check_shards(self, progress: AuditProgress) -> None:
         """All shards of the corpus, also those that no task has read."""
@@ -393,10 +402,8 @@ class Auditor:
                     self.dropped += 1
                     self._left_out(entry.seq, self._payload(seq, update), update, closed)
         if self.copies is not None:
-            names = {*(part.update for part in parts), *dropped}
-            mine = (self.updates[n] for n in names if self.settled.get(n) == entry.seq)
-            came = sorted(mine, key=lambda known: known[0])
-            for sentence in self.copies.settle([update for _, update in came], closed):
+            mine = [self.updates[n] for n, seq in self.settled.items() if seq == entry.seq]
+            for sentence in self.copies.settle(mine, closed):
                 self.report("rule", entry.seq, sentence)
         return settled
 
@@ -413,8 +420,8 @@ class Auditor:
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
         bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-        least = self._least_gain(update, closed)
-        for sentence in check_dropped(update.id, norm, bounds, closed, least):
+        least = least_gain(self.config, update, self.updates, closed)
+        for sentence in check_dropped(update.id, norm, bounds, closed, least, self.differing):
             self.report("rule", seq, sentence)
 
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
@@ -474,13 +481,6 @@ class Auditor:
     def _defended(self) -> bool:
         """Whether the run believes nobody."""
         return self.run is not None and self.run.policy.get("undefended") is False
-
-    def _least_gain(self, update: UpdateBody, closed: VersionBody | RoundBody) -> float:
-        """What a round's update must gain, but for noise."""
-        if self.config is None:
-            return 0.0
-        judged = (self.updates[name][1] for name in closed.gains if name in self.updates)
-        return least_gain(self.config, update, usual_gain(self.config, judged, closed))
 
     def _usual(self, update: UpdateBody, current: tensors.Tensors) -> float:
         """The unit in which the norm of an update is compared."""
@@ -567,8 +567,8 @@ class Auditor:
             proposed, norm = propose(current, opened, base, part.scale)
             if self._defended and self.config is not None:
                 bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
-                least = self._least_gain(update, version)
-                for sentence in check_used(update.id, norm, bounds, version, least):
+                least = least_gain(self.config, update, self.updates, version)
+                for sentence in check_used(update.id, norm, bounds, version, least, self.differing):
                     self.report("rule", entry.seq, sentence)
             mean.add(update.submission.worker, part.share, proposed)
             norms.append(norm / self._usual(update, current))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,13 +56,13 @@ class CopyCheck:
     recent: dict[int, deque[list[_Sent]]] = field(default_factory=dict)  # by block
 
     def settle(
-        self, updates: Sequence[UpdateBody], closed: VersionBody | RoundBody
+        self, updates: Iterable[tuple[int, UpdateBody]], closed: VersionBody | RoundBody
     ) -> Iterator[str]:
-        """What is wrong. The updates of the round are in the order in which they came."""
+        """What is wrong with the updates of a round, each with its entry."""
         rounds = self.recent.setdefault(closed.block, deque(maxlen=RECENT_ROUNDS))
         known = [sent for sents in rounds for sent in sents][-MOST_RECENT:]
         came: list[_Sent] = []
-        for update in updates:
+        for _, update in sorted(updates, key=lambda known: known[0]):
             try:
                 sent = self._read(update)
             except (Damaged, Refused):

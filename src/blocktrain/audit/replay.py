@@ -6,6 +6,7 @@ It needs torch: only an audit with `retrain` imports it.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from blocktrain.learning.threads import limited_threads
 from blocktrain.learning.tokenizer import Ids
 from blocktrain.learning.train import Trainer, block_weights, put_weights
 from blocktrain.protocol import compression, ledger, tensors
-from blocktrain.protocol.ledger import UpdateBody
+from blocktrain.protocol.ledger import UpdateBody, UpdateFacts
 from blocktrain.protocol.messages import Blob, Order, Submission
 
 OPEN_SHARDS = 8  # in memory at a time
@@ -42,7 +43,7 @@ Updates = Sequence[tuple[int, UpdateBody]]  # accepted, with the numbers of thei
 
 
 @dataclass(frozen=True)
-class _TaskState:
+class TaskState:
     """What a worker held when a task was done."""
 
     lineage: str
@@ -51,7 +52,7 @@ class _TaskState:
 
 
 def retrain(
-    run: ledger.RunFacts,
+    run: ledger.RunBody,
     joins: Mapping[str, ledger.JoinFacts],
     updates: Updates,
     read: Read,
@@ -69,9 +70,10 @@ def retrain(
     except CycleError:
         return 0, [Finding("lineage", 0, "some updates continue each other's states in a circle")]
     uses = Counter(before for befores in needs.values() for before in befores)
-    states: dict[int, _TaskState] = {}
+    states: dict[int, TaskState] = {}
     findings = list(_check_first_versions(config, run))
-    text = _Text(config, read_index(read(run.corpus.index)), read)
+    alone = bool(run.policy.get("exclusive"))
+    text = TrainingText(config, read_index(read(run.corpus.index)), read, alone)
     with limited_threads():
         for number, task in enumerate(ordered, start=1):
             entry, update = jobs[task]
@@ -94,12 +96,14 @@ def _parents(update: UpdateBody) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _Text:
+class TrainingText:
     """The corpus of a run. Only shards that an order names are read."""
 
     config: Config
     index: CorpusIndex
     read: Read
+    alone: bool = False
+    """Whether each block of the run has one worker."""
 
     def batches(self, block: int) -> Batches:
         open_shard = lru_cache(OPEN_SHARDS)(self._open)
@@ -126,39 +130,83 @@ def _check_first_versions(config: Config, run: ledger.RunFacts) -> Iterator[Find
 
 
 def _retrain_update(
-    update: UpdateBody, text: _Text, states: Mapping[int, _TaskState]
-) -> tuple[list[tuple[CheckName, str]], _TaskState | None]:
+    update: UpdateBody, text: TrainingText, states: Mapping[int, TaskState]
+) -> tuple[list[tuple[CheckName, str]], TaskState | None]:
     """Train an update again, and compare the result with what was sent."""
-    order, sent, read = update.order, update.submission, text.read
-    name = f"update {update.id[:12]}... of task {order.task} by {sent.worker}"
+    sent = update.submission
+    name = f"update {update.id[:12]}... of task {update.order.task} by {sent.worker}"
     try:
-        parent, residual = (
-            _state_of(states, sent.continued.optimizer),
-            _state_of(states, sent.continued.residual),
-        )
-        carried = residual.residual if residual and _is_carried(update) else {}
-        trainer, losses = _train(update, text, parent, carried)
-        left = {} if residual is None or carried else residual.residual
-        payload, rest = _payload(order, trainer, left, read)
+        found = train_again(update, text, states)
     except BlockTrainError as error:
         return [("retrain", f"{name} cannot be trained again: {error}")], None
-    lineage = ledger.lineage(parent.lineage if parent else None, order, sent.continued)
     problems: list[tuple[CheckName, str]] = []
-    if sent.lineage != lineage:
+    if sent.lineage != found.state.lineage:
         problems.append(("lineage", f"{name} comes from another optimizer state than it says"))
-    if sent.payload_sha256 != hashlib.sha256(payload).hexdigest():
+    if sent.payload_sha256 != hashlib.sha256(found.payload).hexdigest():
         problems.append(
-            (
-                "retrain",
-                f"{name} comes out with other bytes{_difference(sent, payload, trainer, read)}",
-            )
+            ("retrain", f"{name} comes out with other bytes{_difference(sent, found, text.read)}")
         )
-    elif (sent.loss_before, sent.loss_after) != (losses[0], losses[-1]):
+    elif (sent.loss_before, sent.loss_after) != found.losses:
         problems.append(("retrain", f"{name} has other losses than it reports"))
-    return problems, _TaskState(lineage, trainer.moments(), rest)
+    return problems, found.state
 
 
-def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState | None:
+@dataclass(frozen=True)
+class Retrained:
+    """What an update comes out as."""
+
+    payload: bytes
+    base: tensors.Tensors
+    losses: tuple[float, float]
+    state: TaskState
+
+
+def train_again(
+    answer: UpdateFacts, text: TrainingText, states: Mapping[int, TaskState]
+) -> Retrained:
+    """Train an update again, from the states that the tasks before it have left."""
+    order, continued = answer.order, answer.submission.continued
+    parent = _state_of(states, continued.optimizer)
+    before = _state_of(states, continued.residual)
+    residual = before.residual if before else {}
+    carried = residual if text.alone and _is_carried(answer) else {}
+    trainer, losses = _train(answer, text, parent, carried)
+    payload, rest = _payload(order, trainer, {} if carried else residual, text.read)
+    lineage = ledger.lineage(parent.lineage if parent else None, order, continued)
+    base = tensors.unpack(text.read(order.weights))
+    state = TaskState(lineage, trainer.moments(), rest)
+    return Retrained(payload, base, (losses[0], losses[-1]), state)
+
+
+def distance(chain: Sequence[UpdateFacts], text: TrainingText) -> float:
+    """How far the last update of a chain is from what comes out here, in lengths of that.
+
+    Each continues what those before it have left, and the first one nothing. 0: the same bytes.
+    """
+    states: dict[int, TaskState] = {}
+    with limited_threads():
+        for answer in chain:
+            found = train_again(answer, text, states)
+            states[answer.order.task] = found.state
+    sent = chain[-1].submission
+    if sent.payload_sha256 == hashlib.sha256(found.payload).hexdigest():
+        return 0.0
+    schema = tensors.schema_of(found.base)
+    theirs = compression.open_update(text.read(_blob_of(sent)), schema)
+    ours = compression.open_update(found.payload, schema)
+    off = change = 0.0
+    for name, base in found.base.items():
+        value = ours.tensors[name].astype(np.float64)
+        off += float(np.sum(np.square(theirs.tensors[name] - value)))
+        change += float(np.sum(np.square(value - base if ours.absolute else value)))
+    return math.sqrt(off / change) if change > 0 else math.inf
+
+
+def _blob_of(sent: Submission) -> Blob:
+    return Blob(sha256=sent.payload_sha256, length=sent.payload_length)
+
+
+def _state_of(states: Mapping[int, TaskState], task: int | None) -> TaskState | None:
     if task is not None and task not in states:
         raise Damaged(
             f"it continues what task {task} left, and no accepted update of that task "
@@ -167,7 +215,7 @@ def _state_of(states: Mapping[int, _TaskState], task: int | None) -> _TaskState 
     return None if task is None else states[task]
 
 
-def _is_carried(update: UpdateBody) -> bool:
+def _is_carried(update: UpdateFacts) -> bool:
     """Whether training began with the residual in the weights, by the protocol's rule."""
     named = update.order.continues.residual
     method = compression.METHODS[update.order.compression]
@@ -175,7 +223,7 @@ def _is_carried(update: UpdateBody) -> bool:
 
 
 def _train(
-    update: UpdateBody, text: _Text, parent: _TaskState | None, carried: tensors.Tensors
+    update: UpdateFacts, text: TrainingText, parent: TaskState | None, carried: tensors.Tensors
 ) -> tuple[Trainer, list[float]]:
     order, config, read = update.order, text.config, text.read
     sources = {pin.block: _source(config, pin.block, read(pin.weights)) for pin in order.features}
@@ -212,16 +260,14 @@ def _payload(
     )
 
 
-def _difference(sent: Submission, payload: bytes, trainer: Trainer, read: Read) -> str:
+def _difference(sent: Submission, found: Retrained, read: Read) -> str:
     """How far what was sent is from what comes out here."""
-    schema = tensors.schema_of(trainer.weights())
+    schema = tensors.schema_of(found.base)
     try:
-        theirs = compression.open_update(
-            read(Blob(sha256=sent.payload_sha256, length=sent.payload_length)), schema
-        ).tensors
+        theirs = compression.open_update(read(_blob_of(sent)), schema).tensors
     except BlockTrainError as error:
         return f" ({error})"
-    ours = compression.open_update(payload, schema).tensors
+    ours = compression.open_update(found.payload, schema).tensors
     most = max(float(np.abs(ours[name] - theirs[name]).max(initial=0)) for name in ours)
     return f" (values differ by up to {most:.1e})" if most else " (the same values: another zstd)"
 

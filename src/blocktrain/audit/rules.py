@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 
 from blocktrain.audit.recompute import clip_scale
 from blocktrain.config import Config
-from blocktrain.protocol.ledger import Evidence, RoundBody, UpdateBody, VersionBody
+from blocktrain.protocol.ledger import CheckFacts, Evidence, RoundBody, UpdateBody, VersionBody
 from blocktrain.schedule import change_bounds, reach, usual_change
 
 OUTER = ("outer", "outer_learning_rate", "outer_momentum")
 ROUNDING = 1e-6
+Known = Mapping[str, tuple[int, UpdateBody]]  # entry and update, by id
 PEERS = 3  # workers whose gains say what is usual
 LEAST_GAIN = 0.25  # of the usual
 
@@ -40,20 +41,21 @@ def reach_of(config: Config, update: UpdateBody) -> float:
     return reach(config, update.order.block, range(first, first + update.submission.steps))
 
 
-def usual_gain(config: Config, updates: Iterable[UpdateBody], evidence: Evidence) -> float:
+def usual_gain(config: Config, updates: Known, evidence: Evidence) -> float:
     """What a round's median worker gains for each unit of reach; 0 where too few could say."""
     own = defaultdict(list)
-    for update in updates:
-        if update.staleness == 0 and update.id in evidence.gains:
-            gain, _ = evidence.gains[update.id]
+    for name, (gain, _) in evidence.gains.items():
+        _, update = updates.get(name, (0, None))
+        if update is not None and update.staleness == 0:
             own[update.submission.worker].append(gain / reach_of(config, update))
     return median(median(gains) for gains in own.values()) if len(own) >= PEERS else 0.0
 
 
-def least_gain(config: Config, update: UpdateBody, usual: float) -> float:
+def least_gain(config: Config, update: UpdateBody, updates: Known, evidence: Evidence) -> float:
     """What its gain may not be below, but for noise."""
     if update.staleness > 0:
         return 0.0
+    usual = usual_gain(config, updates, evidence)
     return max(0.0, LEAST_GAIN * usual * reach_of(config, update))
 
 
@@ -70,7 +72,12 @@ def check_staleness(update: UpdateBody, behind: int, decay: float | None) -> Ite
 
 
 def check_used(
-    name: str, norm: float, bounds: tuple[float, float], evidence: Evidence, least: float
+    name: str,
+    norm: float,
+    bounds: tuple[float, float],
+    evidence: Evidence,
+    least: float,
+    differing: Collection[str],
 ) -> Iterator[str]:
     """What is wrong with the use of an update."""
     shortest, longest = bounds
@@ -81,8 +88,19 @@ def check_used(
         yield f"update {name[:12]}... is used, although it was judged to do harm"
     elif gain + noise < least * (1 - ROUNDING):
         yield f"update {name[:12]}... is used, although others gained far more"
+    if name in differing:
+        yield f"update {name[:12]}... is used, although it came out otherwise when trained again"
     if evidence.canary is not None and name not in evidence.gains:
         yield f"update {name[:12]}... is used, and was not judged"
+
+
+def check_drawn(facts: CheckFacts, update: UpdateBody | None) -> Iterator[str]:
+    """What is wrong with the record of an update that was trained again."""
+    name = f"update {facts.update[:12]}..."
+    if update is None or update.submission.worker != facts.worker:
+        yield f"{name} was trained again, and is not an accepted update of {facts.worker}"
+    if facts.seed >= facts.chance * 2**32:
+        yield f"{name} was trained again, although it was not drawn"
 
 
 def check_dropped(
@@ -91,6 +109,7 @@ def check_dropped(
     bounds: tuple[float, float],
     closed: VersionBody | RoundBody,
     least: float,
+    differing: Collection[str],
 ) -> Iterator[str]:
     """What is wrong with the reason for which an update was left out."""
     shortest, longest = bounds
@@ -101,6 +120,7 @@ def check_dropped(
         "no_change": norm > shortest * (1 + ROUNDING),
         "worse": gain >= -noise,
         "no_gain": gain + noise > least * (1 + ROUNDING),
+        "not_trained": name not in differing,
     }
     if wrong.get(code, False):
         yield f"update {name[:12]}... was left out as {code}, and is not"

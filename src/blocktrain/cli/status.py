@@ -56,6 +56,10 @@ def _loss(row: BlockStatus | WorkerStatus) -> str:
     return "-" if row.loss is None else f"{row.loss:.3f}"
 
 
+def _standing(row: WorkerStatus) -> str:
+    return f"quarantined, {row.barred} rounds" if row.barred else row.standing
+
+
 BLOCK_COLUMNS = (
     Column("block", lambda b: b.block),
     Column("version", lambda b: b.version),
@@ -76,6 +80,9 @@ WORKER_COLUMNS = (
     Column("loss", _loss),
     Column("tokens/s", lambda w: f"{w.tokens_per_second:,.0f}", least=80),
     Column("updates", lambda w: w.accepted),
+    Column("standing", _standing, least=120, left=True),
+    Column("checked", lambda w: w.checked, least=120),
+    Column("share", lambda w: f"{w.share:.2f}", least=120),
     Column("seen", lambda w: f"{_short_time(w.seen_seconds)} ago", least=100),
     Column("seen", lambda w: _short_time(w.seen_seconds), least=70),
 )
@@ -115,6 +122,13 @@ class StatusView:
             )
         if status.parent:
             yield status.parent.sentence
+        for worker in status.workers:
+            if worker.barred:
+                name = worker.name or worker.worker[:ID_LETTERS]
+                yield (
+                    f"{name} is quarantined for {worker.barred} more rounds of its block: "
+                    "its updates were left out again and again"
+                )
         if status.refusals:
             yield "refused: " + ", ".join(f"{n} x {code}" for code, n in status.refusals.items())
         if status.scores:

@@ -16,6 +16,7 @@ from blocktrain.clock import Clock
 from blocktrain.config import Config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign
+from blocktrain.coordinator.checks import Retrainer
 from blocktrain.coordinator.closing import RoundCloser
 from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
@@ -45,10 +46,15 @@ class Coordinator:
         clock: Clock,
         observer: Observer,
         judge: Callable[[TrainingRun], Judge] | None = None,
+        retrainer: Callable[[TrainingRun], Retrainer] | None = None,
     ) -> None:
         self._clock, self._identity = clock, identity
         self.run = TrainingRun(store, identity, clock, observer)
-        self._closer = RoundCloser(self.run, judge(self.run) if judge else None)
+        self._closer = RoundCloser(
+            self.run,
+            judge(self.run) if judge else None,
+            retrainer(self.run) if retrainer else None,
+        )
         self.intake = UpdateIntake(self.run, self._closer)
 
     @property
@@ -420,6 +426,7 @@ class Coordinator:
             lease_seconds=state.remaining(now, lease.expires) or 0.0,
             chunk_bytes=run.policy.chunk_bytes,
             payload_limit=payload_limit(run, lease.block),
+            alone=run.policy.exclusive,
             deltas=tuple(step for pin in order.versions for step in run.delta_chain(pin)),
         )
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from blocktrain.clock import Clock
 from blocktrain.coordinator import state
+from blocktrain.coordinator.checks import Retrainer, UpdateChecks
 from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.merging.round import (
     Round,
@@ -33,8 +34,10 @@ from blocktrain.store.contract import VersionRecord
 class RoundCloser:
     """Does what is due: at once where it is called, or in a thread of its own."""
 
-    def __init__(self, run: TrainingRun, judge: Judge | None = None) -> None:
-        self._run, self._judge = run, judge
+    def __init__(
+        self, run: TrainingRun, judge: Judge | None = None, retrainer: Retrainer | None = None
+    ) -> None:
+        self._run, self._judge, self.checks = run, judge, UpdateChecks(run, retrainer)
         # One thread for all merges: memory for the updates of one round, and only once.
         self._merger = ThreadPoolExecutor(1, "merger")
         self._worker: ClosingThread | None = None
@@ -55,6 +58,7 @@ class RoundCloser:
 
     def close(self) -> None:
         self._merger.shutdown(wait=False)
+        self.checks.close()
         if self._judge is not None:
             self._judge.close()
 
@@ -84,8 +88,10 @@ class RoundCloser:
         run = self._run
         if self._worker is None:
             return False
+        if block in self._claimed:
+            return True
         action, _ = decide_round(run.clock.monotonic(), run.state, run.options, block)
-        return block in self._claimed or isinstance(action, state.CloseRound)
+        return isinstance(action, state.CloseRound) and not self.checks.is_held(block)
 
     def _close_due(self) -> None:
         """One round after another. Only the block that is being merged has to wait.
@@ -116,13 +122,15 @@ class RoundCloser:
         with run.lock:
             if not run.ready:
                 return None
+            self.checks.collect(self._claimed)
             now = run.clock.monotonic()
             actions, run.reason = decide(now, run.state, run.options)
             free = [a for a in actions if getattr(a, "block", None) not in self._claimed]
             for action in free:
                 if not isinstance(action, state.CloseRound):
                     self._act(now, action)
-            due = next((a for a in free if isinstance(a, state.CloseRound)), None)
+            closing = (a for a in free if isinstance(a, state.CloseRound))
+            due = next((a for a in closing if not self.checks.hold(now, a)), None)
             if due is not None:
                 self._claimed.add(due.block)
                 return due
@@ -182,6 +190,7 @@ class RoundCloser:
                 run.merge_options,
                 run.history.earlier(action.block),
                 frozenset(name for name, (s, _) in waiting.items() if s.payload_sha256 in known),
+                dict(run.history.differing),
                 self._judge,
             )
         method = run.policy.version_compression

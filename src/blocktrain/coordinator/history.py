@@ -11,7 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
@@ -21,10 +21,21 @@ Body = dict[str, Any]  # of a ledger entry
 PROBATION = 3  # merged updates before a member is no newcomer any more
 BARRED_AFTER = 2  # updates in a row that were left out for what they held
 LONGEST_BAR = 6  # a member sits out at most 2 ** this many rounds
-FAULTS = ("not_finite", "wrong_shape", "too_long", "no_change", "copy", "worse", "no_gain")
+FAULTS = (
+    "not_finite",
+    "wrong_shape",
+    "too_long",
+    "no_change",
+    "copy",
+    "not_trained",
+    "worse",
+    "no_gain",
+)
 """Codes of updates that were left out for what they held."""
 RECENT_ROUNDS = 4  # whose updates a new one may be a copy of
 MOST_RECENT = 64  # of these updates
+LONGEST_CHAIN = 8  # tasks that are trained again to check the last of them
+ESTABLISHED = 30  # merged updates from which on a member is checked less often
 Answer = tuple[m.Submission, m.Order]
 
 
@@ -36,6 +47,7 @@ class Standing:
     longest: int = 0  # steps of its longest merged update
     missed: int = 0  # leases in a row that ran out without an update
     faults: int = 0  # left out for what it held, less those merged since
+    checked: int = 0  # updates that came out right when they were trained again
     block: int = 0  # of its last fault
     barred: int = 0  # rounds of that block that it still has to sit out
 
@@ -53,6 +65,13 @@ class Standing:
     def newcomer(self) -> bool:
         """Whether it has too little behind it to weigh as much as others."""
         return self.merged < PROBATION
+
+    @property
+    def name(self) -> Literal["newcomer", "proven", "quarantined"]:
+        """For people."""
+        if self.barred:
+            return "quarantined"
+        return "newcomer" if self.newcomer else "proven"
 
     def after_update(self) -> Standing:
         """It has answered a task."""
@@ -72,6 +91,16 @@ class Standing:
         faults = self.faults + 1
         barred = 2 ** min(faults, LONGEST_BAR) if faults >= BARRED_AFTER else 0
         return replace(self, longest=0, faults=faults, block=block, barred=barred)
+
+    def after_check(self) -> Standing:
+        """An update of it was trained again, and came out right."""
+        return replace(self, checked=self.checked + 1)
+
+    def check_chance(self, share: float) -> float:
+        """How likely an update of it is trained again, where that share of all updates is."""
+        if self.faults or self.newcomer:
+            return min(1.0, 10 * share)
+        return share / 3 if self.merged >= ESTABLISHED else share
 
     def after_miss(self) -> Standing:
         """A lease of it ran out."""
@@ -109,12 +138,18 @@ class RunHistory:
     public: dict[str, int] = field(default_factory=dict)  # blob that members may read -> its block
     features: dict[int, tuple[m.BlockVersion, ...]] = field(default_factory=dict)
     """By block: the versions that its newest version was trained on."""
+    tasks: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
+    """By worker: its last tasks that it has answered, and the entries of the answers."""
+    differing: dict[str, str] = field(default_factory=dict)
+    """Updates that wait for their merge and do not follow from their tasks, and why."""
     deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
     """By block: how its last versions follow from each other."""
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
     workers: dict[str, UpdateCounts] = field(default_factory=dict)
     standings: dict[str, Standing] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    """By worker: its share in the last version that it was part of."""
     restood: bool = True  # whether `standings` changed since they were last looked at
     barred: set[str] = field(default_factory=set)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -156,6 +191,8 @@ class RunHistory:
         if order is None:
             order = m.Order.model_validate_json(json.dumps(body["order"]))
         self.waiting[submission.update] = (submission, order)
+        tasks = self.tasks.setdefault(submission.worker, deque(maxlen=LONGEST_CHAIN))
+        tasks.append((submission.task, self.head.seq if self.head else 0))
         self._stand(submission.worker, Standing.after_update)
         self.float32_bytes += order.weights.length
         for counts in (
@@ -190,9 +227,12 @@ class RunHistory:
             for worker in tuple(self.barred):
                 self._stand(worker, Standing.after_version, block)
         self._remember(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
+        shares: dict[str, float] = {}
         for part in body["parts"]:
             submission = self._settle(block, part["update"])
             self._stand(submission.worker, Standing.after_merge, submission.steps)
+            shares[submission.worker] = shares.get(submission.worker, 0.0) + part["share"]
+        self.shares |= shares
         self._drop(block, body["dropped"])
 
     def _round(self, body: Body) -> None:
@@ -210,6 +250,15 @@ class RunHistory:
         """What a new update of a block may be a copy of."""
         rounds = self.recent.get(block, ())
         return tuple(answer for answers in rounds for answer in answers)[-MOST_RECENT:]
+
+    def _check(self, body: Body) -> None:
+        if body["result"] in ("same", "near"):
+            self._stand(body["worker"], Standing.after_check)
+        elif body["result"] == "differs" and body["update"] in self.waiting:
+            self.differing[body["update"]] = body["reason"]  # its round leaves it out
+        elif body["result"] == "differs":
+            reason = f"not_trained: {body['reason']}"
+            self._stand(body["worker"], Standing.after_drop, body["block"], reason)
 
     def _expire(self, body: Body) -> None:
         self._stand(body["worker"], Standing.after_miss)
@@ -235,6 +284,7 @@ class RunHistory:
         """Payloads can be read once their round is closed, when copying them is of no use."""
         submission, _ = self.waiting.pop(update)
         self.public[submission.payload_sha256] = block
+        self.differing.pop(update, None)
         return submission
 
     def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:

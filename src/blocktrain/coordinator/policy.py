@@ -22,7 +22,12 @@ CLIP_BY_STEPS = 2.0
 """Honest updates came to at most 1.7 medians: one layer of width 64 on WikiText-2, tasks of 2, 8,
 24 and 64 steps side by side over a whole schedule, AdamW and Muon. Without regard to their steps
 they came to 4.7."""
-EARLIER_RULES: dict[str, Any] = {"undefended": True, "alike": None, "clip_by_steps": None}
+EARLIER_RULES: dict[str, Any] = {
+    "undefended": True,
+    "alike": None,
+    "clip_by_steps": None,
+    "retrain_share": 0.0,
+}
 """What a run does that was begun before it could choose."""
 USUAL_LINE = 100e6 / 8  # bytes a second
 MOST_WAITING = 4  # updates of a member in an open round, where not every member is trusted
@@ -78,6 +83,9 @@ class Policy(BaseModel):
     undefended: bool = False
     """Believe every member: updates are neither bounded by what their steps can change, nor judged
     on secret text before they count, and shares are not capped."""
+    retrain_share: float = Field(default=0.03, ge=0, le=1)
+    """Share of the updates that a process beside the coordinator trains again. Ten times as many of
+    newcomers and of members with faults, a third of those that have long delivered. 0: none."""
     alike: float | None = Field(default=ALIKE, gt=0, le=1)
     """Cosine with another worker's update from which on an update counts as its copy, and is left
     out."""

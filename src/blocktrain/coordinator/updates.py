@@ -126,6 +126,7 @@ class UpdateIntake:
                 self._closer.wait_released(message.block)
                 run.store.require_open()
                 receipt = self._record(message, self._judge(message))
+                self._closer.checks.consider(message.update)
             run.store.blobs.drop_chunks(message.task, message.fence)
             return receipt
         except Refused:

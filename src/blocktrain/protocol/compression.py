@@ -74,8 +74,8 @@ class Compression(ABC):
     exact: ClassVar[bool] = False
     """Keeps every bit: there is no residual, and a worker sends new weights, not a delta."""
     carries: ClassVar[bool] = False
-    """A worker trains on with the residual in its weights, instead of without what it has learned
-    and not sent yet. Where a payload lacks much, that is worth more than a plain beginning."""
+    """A worker that is alone on its block trains on with the residual in its weights, instead of
+    without what it has learned and not sent yet. With others beside it that does harm."""
     levels: ClassVar[float] = 1
     """The peak of a delta divided by this is at least its largest scale."""
     zstd_share: ClassVar[float] = 1.0

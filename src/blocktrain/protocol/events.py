@@ -90,6 +90,15 @@ class RequestRefused(RunEvent):
     count: int = 1
 
 
+class StandingChanged(RunEvent):
+    """A worker sits out some rounds, for what its updates held, or gets tasks again."""
+
+    worker: str = ""
+    block: int = 0
+    standing: Literal["quarantined", "back"] = "quarantined"
+    reason: str = ""
+
+
 class RoundChanged(RunEvent):
     """A round that made no version, or a lease of it that expired."""
 
@@ -183,6 +192,7 @@ KINDS: dict[str, type[RunEvent]] = {
     "task": TaskLeased,
     "update": UpdateAccepted,
     "refused": RequestRefused,
+    "standing": StandingChanged,
     "round": RoundChanged,
     "version": VersionPublished,
     "score": VersionsScored,

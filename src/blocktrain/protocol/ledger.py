@@ -48,7 +48,17 @@ MAX_BODY = 1 << 20
 M = TypeVar("M", bound=Message)
 
 EntryKind = Literal[
-    "run", "start", "join", "lease", "expire", "update", "version", "round", "kick", "finish"
+    "run",
+    "start",
+    "join",
+    "lease",
+    "expire",
+    "update",
+    "version",
+    "round",
+    "kick",
+    "finish",
+    "check",
 ]
 
 
@@ -236,6 +246,22 @@ class FinishFacts(Message):
     reason: Sentence
 
 
+class CheckFacts(Message):
+    """check: an update was trained again beside the coordinator."""
+
+    update: Sha256
+    worker: WorkerId
+    block: BlockIndex
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Drawn when the update was stored. It is checked if seed / 2^32 is less than `chance`."""
+    chance: Annotated[float, Field(ge=0, le=1)]
+    result: Literal["same", "near", "differs", "unknown"]
+    """same: the same bytes. near: other roundings, as of another machine. unknown: not finished."""
+    distance: Annotated[float, Field(ge=0)]
+    """Length of the difference, in lengths of the change that comes out."""
+    reason: Sentence
+
+
 class RunBody(RunFacts):
     """run, with the rules that it is coordinated by."""
 
@@ -295,6 +321,7 @@ BODIES: dict[EntryKind, type[Message]] = {
     "round": RoundBody,
     "kick": KickFacts,
     "finish": FinishFacts,
+    "check": CheckFacts,
 }
 
 

@@ -240,6 +240,8 @@ class Task(Order):
     chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
     payload_limit: Count
     """Bytes that the payload may have."""
+    alone: bool = False
+    """In this run no other worker trains the block, so each version is made of one update."""
     deltas: Annotated[tuple[VersionDelta, ...], Field(max_length=MAX_BLOCKS * MAX_CHAIN)] = ()
     """The last deltas that lead to `weights` and to the versions in `features`. A worker that has
     one of the versions on the way fetches deltas, any other one whole weights."""

@@ -93,6 +93,13 @@ class WorkerStatus(Traffic):
     refused: Count = 0
     tokens: Count = 0
     seen_seconds: Seconds = 0.0
+    standing: Literal["newcomer", "proven", "quarantined"] = "newcomer"
+    barred: Count = 0
+    """Rounds of its block that it still has to sit out."""
+    checked: Count = 0
+    """Updates that were trained again, and came out right."""
+    share: Annotated[float, Field(ge=0)] = 0.0
+    """Of the last version that it was part of."""
 
 
 class Status(Traffic):

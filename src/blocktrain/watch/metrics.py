@@ -141,6 +141,7 @@ def _whole(status: Status) -> Iterator[Metric]:
     for state in STATES:
         workers.add_metric((state,), counts[state])
     yield workers
+    yield from _members(status)
     refusals = CounterMetricFamily(
         "blocktrain_refusals", "Refusals of this process, by code.", labels=("code",)
     )
@@ -159,6 +160,20 @@ def _whole(status: Status) -> Iterator[Metric]:
     for name, value in status.bits_per_byte.items():
         bits.add_metric((name,), value)
     yield bits
+
+
+def _members(status: Status) -> Iterator[Metric]:
+    """How far each member is trusted. Who has left is left out."""
+    present = [worker for worker in status.workers if worker.state not in ("left", "kicked")]
+    for name, text, read in (
+        ("barred", "Rounds that a worker still has to sit out.", lambda w: w.barred),
+        ("checked", "Updates of a worker that were trained again.", lambda w: w.checked),
+        ("share", "Of the last version that a worker was part of.", lambda w: w.share),
+    ):
+        family = GaugeMetricFamily(f"blocktrain_worker_{name}", text, labels=("worker", "standing"))
+        for worker in present:
+            family.add_metric((worker.worker, worker.standing), read(worker))
+        yield family
 
 
 _OF_A_BLOCK: tuple[

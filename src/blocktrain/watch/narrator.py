@@ -28,6 +28,7 @@ EVENT_KINDS = (
     "round",
     "kick",
     "finish",
+    "check",
 )  # entries of the ledger that are events
 
 
@@ -47,13 +48,14 @@ class Narrator:
         self._folds: dict[tuple[str, str], _Fold] = {}
         self._mutex = threading.Lock()  # of the folds: refusals come from other threads
         self._last_look = self._since = 0.0
+        self._barred: set[str] = set()  # who sits out some rounds
 
     def on_start(self, run: TrainingRun) -> None:
         """A run that is new or resumed."""
         config, more = run.config, {} if self.feed.empty else {"restart": True}
         parent = run.facts.parent
         origin = {"parent": parent.run or parent.model} if parent else {}
-        self._since = run.clock.monotonic()
+        self._since, self._barred = run.clock.monotonic(), set(run.history.barred)
         self.feed.put(
             "run",
             run=run.id,
@@ -76,6 +78,21 @@ class Narrator:
         """An entry of the ledger; the run's state is the one after it."""
         if kind in EVENT_KINDS:
             getattr(self, f"_{kind}")(run, body)
+        if run.history.barred != self._barred:
+            self._tell_standings(run)
+
+    def _tell_standings(self, run: TrainingRun) -> None:
+        """Who sits out some rounds from now on, and who does not any more."""
+        before, self._barred = self._barred, set(run.history.barred)
+        for worker in sorted(before ^ self._barred):
+            standing = run.history.standings[worker]
+            reason = f"it gets tasks of block {standing.block} again"
+            if standing.barred:
+                rounds = f"{standing.barred} rounds of block {standing.block}"
+                reason = f"{standing.faults} of its updates were left out; it sits out {rounds}"
+            name = "quarantined" if standing.barred else "back"
+            known = {"worker": worker, "block": standing.block}
+            self.feed.put("standing", standing=name, reason=reason, **known)
 
     def on_leave(self, run: TrainingRun, worker: str) -> None:
         """A worker said that it leaves."""
@@ -144,6 +161,14 @@ class Narrator:
             self.feed.put(
                 "refused", code=code, sentence=sentence, worker=worker, block=block, count=1
             )
+
+    def _check(self, run: TrainingRun, body: Body) -> None:
+        """Too late for its round: the update is part of a version. Others are left out of it."""
+        if body["result"] != "differs" or body["update"] in run.history.differing:
+            return
+        sentence = f"{body['reason']}; it was merged before that was known"
+        known = {"worker": body["worker"], "block": body["block"]}
+        self.feed.put("refused", code="not_trained", sentence=sentence, **known, count=1)
 
     def _round(self, run: TrainingRun, body: Body) -> None:
         if body.get("dropped"):

@@ -28,6 +28,7 @@ from blocktrain.watch.feed import EVENTS, Feed
 from blocktrain.watch.judging import ProcessJudge
 from blocktrain.watch.metrics import CoordinatorMetrics
 from blocktrain.watch.narrator import Narrator
+from blocktrain.watch.retraining import ProcessRetrainer
 from blocktrain.watch.status import status_of
 from blocktrain.web.door import Door, make_door
 from blocktrain.web.openapi import describe_calls
@@ -58,7 +59,12 @@ def open_coordinator(
             restore_shards(store.blobs, corpus)
         identity, feed = open_identity(folder / "coordinator.pem"), Feed(folder / EVENTS)
         coordinator = WatchedCoordinator(
-            store, identity, clock or SystemClock(), Narrator(feed), ProcessJudge
+            store,
+            identity,
+            clock or SystemClock(),
+            Narrator(feed),
+            ProcessJudge,
+            ProcessRetrainer,
         )
         coordinator.feed = feed
     except BaseException:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from blocktrain.coordinator.history import UpdateCounts
+from blocktrain.coordinator.history import NEWCOMER, UpdateCounts
 from blocktrain.coordinator.rounds import decide_round, is_alive, round_length, target_replicas
 from blocktrain.coordinator.run import TrainingRun
 from blocktrain.coordinator.state import Lease, RunState, WorkerState, remaining
@@ -127,6 +127,7 @@ def _worker(
     bytes_in, bytes_out = run.traffic.by_worker.get(name, NO_TRAFFIC)
     progress = run.progress.get(name)
     speed = worker.seconds_per_step if worker else None
+    standing = run.history.standings.get(name, NEWCOMER)
     return _construct(
         worker=name,
         name=record.name,
@@ -145,6 +146,10 @@ def _worker(
         seen_seconds=max(0.0, now - worker.seen) if worker else 0.0,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
+        standing=standing.name,
+        barred=standing.barred,
+        checked=standing.checked,
+        share=run.history.shares.get(name, 0.0),
     )
 
 

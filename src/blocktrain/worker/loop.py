@@ -284,7 +284,7 @@ class Worker:
         self._downloads.follow(
             task, lambda block: dict(block_weights(build_block(self.config, block)))
         )
-        training = self._prepare(order, folder)
+        training = self._prepare(task, folder)
         self._emit(
             "task",
             block=order.block,
@@ -356,7 +356,7 @@ class Worker:
         losses: list[float],
         seconds: float,
     ) -> UpdateUpload:
-        order, continued = task.order, training.continued(task.order)
+        order, continued = task.order, training.lineage_before
         after, payload = self._compress(order, training)
         submission = m.Submission(
             run=self._session.run,
@@ -397,8 +397,9 @@ class Worker:
         """The state after an order, and its update."""
         return training.finish(order)
 
-    def _prepare(self, order: m.Order, folder: BlockFolder) -> BlockTraining:
-        """A trainer at the start of an order, with the state that it continues or a fresh one."""
+    def _prepare(self, task: m.Task, folder: BlockFolder) -> BlockTraining:
+        """A trainer at the start of a task, with the state that it continues or a fresh one."""
+        order = task.order
         if order.seed != self.config.seed:
             raise RunError(
                 f"task {order.task} has the seed {order.seed}, the run has {self.config.seed}; "
@@ -417,7 +418,7 @@ class Worker:
             training.load_state(state if state.origin.fits(order) else TrainingState())
             if training.origin.optimizer is None and order.start_step > 0:
                 self._emit("fresh", block=order.block, task=order.task)
-        training.begin(order, self._downloads.tensors, settled=self._upload is None)
+        training.begin(order, self._downloads.tensors, alone=task.alone)
         self._downloads.keep_only([order.weights, *(pin.weights for pin in order.features)])
         return training
 

@@ -127,16 +127,12 @@ class CheckpointInfo(Message):
     last_loss: float
     seconds: float
     """That the steps so far took."""
-    carried: bool = False
-    """Whether it began with the residual in the weights."""
 
     def fits(self, order: Order, began: Provenance) -> bool:
         """Whether it is on the way to an order, from the same optimizer state.
 
-        The residual may differ, unless it had a part in training.
+        The residual may differ: in a run where it has a part in training, it is the optimizer's.
         """
-        if self.carried and not began.residual == self.began.residual == order.continues.residual:
-            return False
         same_order = self.order.model_copy(update={"continues": order.continues}) == order
         return same_order and (self.began.optimizer, self.began.lineage) == (
             began.optimizer,

@@ -181,36 +181,20 @@ class BlockTraining:
         """The tasks that left the optimizer state and the residual."""
         return m.Lineage(optimizer=self.origin.optimizer, residual=self.origin.residual)
 
-    def continued(self, order: m.Order) -> m.Lineage:
-        """What of that is in an order's update.
-
-        Who trains the order again takes a residual that both order and update name for carried.
-        Where it is the same one and was not carried, it is given up: that is rare.
-        """
-        if self._is_named(order) and not self.carried:
-            return self.lineage_before.model_copy(update={"residual": None})
-        return self.lineage_before
-
-    def _is_named(self, order: m.Order) -> bool:
-        residual = order.continues.residual
-        is_same = residual is not None and residual == self.origin.residual
-        return is_same and METHODS[order.compression].carries
-
     def load_state(self, state: TrainingState) -> None:
         self.trainer.restore(state.moments)
         self.origin, self.residual = state.origin, state.residual
 
     def begin(
-        self, order: m.Order, weights: Callable[[m.Blob], Tensors], *, settled: bool = True
+        self, order: m.Order, weights: Callable[[m.Blob], Tensors], *, alone: bool = False
     ) -> None:
-        """Put the trainer where the order begins.
-
-        `settled`: no update is on its way whose acceptance would change the residual.
-        """
+        """Put the trainer where the order begins. `alone`: no other worker trains the block."""
         own, self.own_version = self.own_version, None
         known = own is not None and own[0] == order.weights.sha256
         self.base = own[1] if own and known else weights(order.weights)
-        self.carried = settled and self._is_named(order)
+        residual, carries = self.origin.residual, METHODS[order.compression].carries
+        named = residual is not None and residual == order.continues.residual
+        self.carried = alone and carries and named
         self.trainer.load_weights(
             add_residual(self.base, self.residual) if self.carried else self.base
         )
@@ -226,7 +210,6 @@ class BlockTraining:
             first_loss=losses[0],
             last_loss=losses[-1],
             seconds=seconds,
-            carried=self.carried,
         )
         return TaskCheckpoint(info, self.trainer.weights(), self.trainer.moments())
 
@@ -235,7 +218,6 @@ class BlockTraining:
         self.trainer.load_weights(checkpoint.weights)
         self.trainer.restore(checkpoint.moments)
         self.trainer.step = checkpoint.info.step
-        self.carried = checkpoint.info.carried
         return [checkpoint.info.first_loss, checkpoint.info.last_loss]
 
     def finish(self, order: m.Order) -> tuple[TrainingState, bytes]:
@@ -246,7 +228,6 @@ class BlockTraining:
         self.trainer.drop_gradients()
         return_memory()  # of the activations, before the update needs it
         new, base, self.base = self.trainer.weights(), self.base, {}
-        continued = self.continued(order)
         residual: Tensors = {}
         if METHODS[order.compression].exact:
             payload = compress_weights(new, order.compression)
@@ -254,13 +235,12 @@ class BlockTraining:
         else:
             for name in new:  # in place: the new weights become the delta
                 new[name] -= base.pop(name)
-            is_apart = continued.residual is not None and not self.carried
-            left = self.residual if is_apart else None
+            left = None if self.carried else self.residual
             payload, residual = compress(new, left, order.compression)
         after = Provenance(
             optimizer=order.task,
             residual=order.task,
-            lineage=lineage(self.origin.lineage, order, continued),
+            lineage=lineage(self.origin.lineage, order, self.lineage_before),
             version=order.base + 1,
             step=order.start_step + order.steps,
         )

@@ -19,7 +19,7 @@ from blocktrain.errors import RunError
 from blocktrain.learning.model import Block
 from blocktrain.learning.shards import Batches
 from blocktrain.learning.train import Trainer, read_state, write_state
-from blocktrain.protocol.compression import METHODS, add_residual, compress, decompress
+from blocktrain.protocol.compression import compress, decompress
 from blocktrain.protocol.tensors import Tensors, schema_of
 
 TASK_STEPS = 50
@@ -52,8 +52,7 @@ class Replicas:
         steps = min(TASK_STEPS, self.config.steps - self.step)
         updates = []
         for number, trainer in enumerate(self._trainers):
-            carried = self._residuals[number] if METHODS[Policy().compression].carries else {}
-            trainer.load_weights(add_residual(self._version, carried))
+            trainer.load_weights(self._version)
             trainer.step = self.step
             # All workers of a round read different sequences of one order.
             trainer.shift = self.step * (len(self._trainers) - 1) + steps * number
@@ -71,8 +70,7 @@ class Replicas:
     def _update(self, number: int, trainer: Trainer) -> Update:
         delta = {name: w - self._version[name] for name, w in trainer.weights().items()}
         method = Policy().compression
-        left = {} if METHODS[method].carries else self._residuals[number]
-        payload, self._residuals[number] = compress(delta, left, method)
+        payload, self._residuals[number] = compress(delta, self._residuals[number], method)
         values = decompress(payload, schema_of(delta), method=method)
         return Update(str(number), values, tokens=1)
 

@@ -307,6 +307,7 @@ def _ladder_trial(options: TransportOptions, rung: str, workers: int, seed: int)
         replicas=workers,
         min_replicas=workers,
         task_steps=sizes.ladder_task,
+        exclusive=workers == 1,
     )
     name = f"ladder-{rung}-{workers}-{seed}"
     return options.trial(name, config, policy, [Placement()] * workers)

@@ -8,10 +8,10 @@ worker that does not compress sends its new weights (`absolute`). Where these st
 version they are the proposal: one replica with plain averaging gives the worker's bytes. Compressed
 deltas, and late absolute weights, become proposals in float64: current + delta.
 
-Order: `checks` on each update (shape, finite, bounds, copies, canary, norm clip), the shares,
-`combine` (weighted mean, or the trimmed mean of five workers and more), the outer step, then
-`guards` on the result. Only elementwise float64 arithmetic and numpy's pairwise sum are used. BLAS
-is not: its order of sums depends on the machine.
+Order: `checks` on each update (shape, finite, bounds, copies, retraining, canary, norm clip), the
+shares, `combine` (weighted mean, or the trimmed mean of five workers and more), the outer step,
+then `guards` on the result. Only elementwise float64 arithmetic and numpy's pairwise sum are used.
+BLAS is not: its order of sums depends on the machine.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Update:
     worker: str = ""
     payload: str = ""  # sha256
     like: Likeness | None = None  # None: not compared
+    differs: str = ""  # how it came out when it was trained again, if not right
     newcomer: bool = False
     steps: int = 1
     usual: float = 1.0  # the unit of its norm; with `clip_by_steps` what its steps usually change
@@ -223,6 +224,12 @@ def check_copy(before: MergeContext, candidate: Candidate) -> Candidate | Reject
     return candidate
 
 
+def check_trained(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
+    """If it was trained again, it came out as it was sent."""
+    update = candidate.update
+    return RejectedUpdate(update.id, "not_trained", update.differs) if update.differs else candidate
+
+
 def usual_gain(updates: Sequence[Update]) -> float | None:
     """What the median worker of a round gains for each unit of reach; None: too few to say.
 
@@ -352,7 +359,14 @@ class Steps:
 
 
 TRUSTING = Steps()
-BOUNDED: tuple[Check, ...] = (check_shape, check_finite, measure_norm, bound_norm, check_copy)
+BOUNDED: tuple[Check, ...] = (
+    check_shape,
+    check_finite,
+    measure_norm,
+    bound_norm,
+    check_copy,
+    check_trained,
+)
 """The checks that need no text."""
 DEFENDED = Steps(
     checks=(*BOUNDED, check_gain, clip_norm),

@@ -94,6 +94,7 @@ class Round:
     options: MergeOptions
     earlier: Sequence[Answer] = ()  # of the block's last rounds
     repeated: frozenset[str] = frozenset()  # updates whose bytes were sent before
+    differing: Mapping[str, str] = field(default_factory=dict)  # trained again, with other results
     judge: Judge | None = None
 
     @property
@@ -335,6 +336,7 @@ def _with_facts(
         usual=usual,
         worker=submission.worker,
         payload=submission.payload_sha256,
+        differs=round_.differing.get(update.id, ""),
         newcomer=round_.standings.get(submission.worker, NEWCOMER).newcomer,
         late=order.base != current.version,
         reach=reach(round_.config, order.block, made),

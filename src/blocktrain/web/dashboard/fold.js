@@ -198,6 +198,7 @@ function updateWorker(state, status, now) {
   const worker = workerOf(state, status.worker);
   if (status.state !== "left") worker.seen = now - status.seen_seconds; // the time is unknown once a worker left
   for (const name of ["name", "device", "state", "accepted", "tokens"]) worker[name] = status[name];
+  for (const name of ["standing", "barred", "checked", "share"]) worker[name] = status[name] ?? null;
   Object.assign(worker, { refused: Math.max(status.refused, worker.refused), bytesIn: status.bytes_in, bytesOut: status.bytes_out });
   Object.assign(worker, { block: status.block ?? worker.block, loss: status.loss ?? worker.loss });
   if (status.tokens_per_second > 0) worker.speed = status.tokens_per_second;

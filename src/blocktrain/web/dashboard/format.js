@@ -163,6 +163,10 @@ const SENTENCES = {
     const times = e.count > 1 ? ` ${count(e.count)} times` : "";
     return { text: `${e.worker ? who(state, e.worker) : "A request"} was refused${times} (${e.code}): ${e.sentence}`, tone: "trouble" };
   },
+  standing: (state, e) => {
+    const quarantined = e.standing === "quarantined";
+    return { text: `${who(state, e.worker)} is ${quarantined ? "quarantined" : "back"}: ${e.reason}`, tone: quarantined ? "trouble" : "good" };
+  },
   round: (_, e) => {
     const text = e.reason || `round ${e.version} of block ${e.block}: ${e.outcome}`;
     return { text: sentence(text), tone: "trouble" };

@@ -19,6 +19,7 @@ const COLUMNS = [
   { name: "speed n", label: "tokens/s", by: (w) => w.speed, down: true, put: (cell, w) => setText(cell, speed(w.speed)) },
   { name: "behind n", label: "behind", by: (w) => w.staleness ?? -1, down: true, put: putBehind },
   { name: "accepted n", label: "accepted", by: (w) => w.accepted, down: true, put: (cell, w) => setText(cell, count(w.accepted)) },
+  { name: "standing", label: "standing", by: (w) => w.barred ?? 0, down: true, cell: twoLines, put: putStanding },
   { name: "refused n", label: "refused", by: (w) => w.refused, down: true, cell: twoLines, put: putRefused },
   { name: "moved n", label: "in / out", by: (w) => w.bytesIn + w.bytesOut, down: true, cell: twoLines, put: putMoved },
   { name: "seen n", label: "seen", by: (w) => -(w.seen ?? 0), put: (cell, w) => setText(cell, w.seen == null ? NONE : ago(w.ago)) },
@@ -136,6 +137,12 @@ function putTask(_, worker, { text, bar }) {
 function putBehind(cell, worker) {
   setText(cell, worker.staleness ?? NONE);
   setAttribute(cell, "title", worker.late ? `${many(worker.late, "update")} came from an older version` : null);
+}
+
+function putStanding(cell, worker, { top, small }) {
+  setText(top, worker.standing ?? NONE); // a log does not say
+  setText(small, worker.barred ? `${many(worker.barred, "round")} left` : worker.share ? `share ${worker.share.toFixed(2)}` : "");
+  setAttribute(cell, "title", worker.checked == null ? null : `${many(worker.checked, "update")} trained again and right`);
 }
 
 function putRefused(cell, worker, { top, small }) {
