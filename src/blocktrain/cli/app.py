@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         run.audit,
         run.replay,
         simulate.simulate,
+        simulate.chaos,
     ),
     "Serving": (serve.serve, serve.stage),
 }
