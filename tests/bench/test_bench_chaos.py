@@ -12,13 +12,17 @@ from random import Random
 
 import pytest
 
+from blocktrain.bench.attacks.member import AttackingWorker
 from blocktrain.bench.chaos.chaos import problems
-from blocktrain.bench.chaos.figures import LedgerRecord, read_record
+from blocktrain.bench.chaos.figures import LedgerRecord, LossMeter, is_harmful, read_record
 from blocktrain.bench.chaos.forgery import FORGERIES, ForgeryMaterial
 from blocktrain.bench.chaos.play import DEEDS
 from blocktrain.bench.chaos.schedule import FAULTS, draw_schedule
 from blocktrain.bench.chaos.table import is_safe
+from blocktrain.coordinator.policy import Policy
 from blocktrain.errors import BlockTrainError
+from blocktrain.learning.corpus.source import Source
+from blocktrain.learning.tokenizer import tokenizer_of
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import identity_from_seed
 from blocktrain.protocol.ledger import LeaseFacts, UpdateBody, read_body
@@ -29,6 +33,7 @@ from conftest import write_text
 from support.command import blocktrain, start
 from support.fake_worker import FakeWorker, beginning, snapshot, whole_ledger
 from support.waiting import until
+from support.worker_run import worker_runs
 
 pytestmark = pytest.mark.timeout(1800)
 KILLED_EARLY = "7"  # a seed that kills the coordinator, and then fills its disk, within 2 s
@@ -144,6 +149,22 @@ def test_no_forgery_counts(coordinator: WatchedCoordinator) -> None:
                 assert snapshot(coordinator).blobs == before.blobs
     assert refused == dict.fromkeys(set(FORGERIES) - {"replay"}, 10)
     assert [e for e in whole_ledger(client) if e.kind == "update"] == updates
+
+
+@pytest.mark.parametrize("attack", ["sign-flip", "turncoat"])
+def test_harm_is_told_from_honest_work(attack: str, tmp_path: Path, corpus_folder: Path) -> None:
+    """A turncoat is honest at first."""
+    with worker_runs(tmp_path, corpus_folder) as make:
+        run = make(Policy(task_steps=5, replicas=1, undefended=True), blocks=1, compose="pool")
+        client, cache = LocalClient(run.coordinator), tmp_path / "cache"
+        silent = lambda *_, **__: None  # noqa: E731
+        AttackingWorker(client, cache, run.identity, silent, attack=attack).run()
+        folder = run.folder / "coordinator"
+        record = read_record(folder)
+        text = Source(str(corpus_folder), None, tmp_path).open(tokenizer_of(run.config))
+        meter = LossMeter(folder, run.config, text.valid)
+        found = [is_harmful(meter, update, record) for update in record.updates.values()]
+    assert found == [attack == "sign-flip"] * 2
 
 
 def test_lost_and_doubled_updates_are_seen(coordinator: WatchedCoordinator, tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ class Crew:
         connections = list(found)
         if self._forger is not None:
             connections.append(self._forger.connection)
+        if not connections:  # all are about to be started again
+            time.sleep(seconds)
         for ready in wait(connections, timeout=seconds):
             if self._forger is not None and ready is self._forger.connection:
                 self._hear_forger(self._forger)
@@ -276,7 +278,8 @@ class Crew:
         jobs += [self._forger] if self._forger else []
         for job in jobs:
             if job.process.pid and job.process.is_alive():
-                os.kill(job.process.pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):
+                    os.kill(job.process.pid, signal.SIGCONT)
                 job.process.terminate()
         deadline = time.monotonic() + END_SECONDS
         for job in jobs:

@@ -36,8 +36,9 @@ from blocktrain.protocol.tensors import Tensors, schema_of, unpack
 from blocktrain.store.open import read_blobs, read_store
 
 ChaosFigures = dict[str, Any]
-HARM = 0.01  # nats by which an update, applied alone, raises the loss
-HARM_TOKENS = 8192  # on which that is measured
+HARM, HARM_TOKENS = 0.01, 8192  # nats that an update costs; the tokens on which that is measured
+PART = 0.25  # of an update, each way, that its slope is measured over
+FAR = 0.1  # of the loss: what ends so much higher is harm
 CURVE_POINTS, CURVE_TOKENS = 24, 32_768
 RUINED = 20.0
 """What stands for a loss that is not finite, in nats."""
@@ -113,11 +114,23 @@ class LossMeter:
         return ce if math.isfinite(ce) else RUINED
 
     def harm(self, update: UpdateBody, base: str) -> float:
-        """How much it raises the loss, applied alone to what it was trained from."""
+        """How much the loss rises along an update, from the version that it was trained from.
+
+        Only the slope tells: a step at full learning rate may end higher and still be a good part
+        of a mean.
+        """
         before, order, name = self.weights(base), update.order, update.submission.payload_sha256
         delta = decompress(self._blobs.read(name), schema_of(before), method=order.compression)
-        after = {key: np.asarray(tensor + delta[key]) for key, tensor in before.items()}
-        return self.of(after, HARM_TOKENS) - self.loss_before(base)
+
+        def loss(part: float) -> float:
+            step = np.float32(part)
+            moved = {key: np.asarray(t + step * delta[key]) for key, t in before.items()}
+            return self.of(moved, HARM_TOKENS)
+
+        rise = loss(1.0) - self.loss_before(base)
+        if rise > FAR * self.loss_before(base):
+            return rise
+        return (loss(PART) - loss(-PART)) / (2 * PART)
 
 
 def measure(played: Played, source: Source, valid_tokens: int) -> ChaosFigures:
@@ -201,7 +214,7 @@ def _byzantine(played: Played, record: LedgerRecord, meter: LossMeter) -> ChaosF
 
 
 def is_harmful(meter: LossMeter, update: UpdateBody, record: LedgerRecord) -> bool:
-    """Whether an update, applied alone, raises the loss by more than chance does."""
+    """Whether an update costs more than chance does."""
     base, _ = record.versions[update.submission.base]
     try:
         return meter.harm(update, base) > HARM
