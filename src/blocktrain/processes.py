@@ -87,7 +87,9 @@ class Job:
 
 
 @dataclass
-class _Running:
+class RunningJob:
+    """A job that has been started. Its messages arrive at `connection`, and its end as EOFError."""
+
     process: BaseProcess
     connection: Connection
     error: str | None = None
@@ -96,7 +98,7 @@ class _Running:
 @dataclass
 class _Table:
     waiting: dict[str, Job]
-    running: dict[str, _Running] = field(default_factory=dict)
+    running: dict[str, RunningJob] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
 
 
@@ -114,17 +116,14 @@ def run_jobs(
     With `on_failure`, which gets the name of a job that failed and why, the others go on.
     """
     table = _Table({job.name: job for job in jobs})
-    context = multiprocessing.get_context("forkserver")
-    # A server forks the jobs: it has imported what they need and done nothing else. So no job
-    # imports again, and none inherits a thread.
-    context.set_forkserver_preload(sorted({job.work.__module__ for job in table.waiting.values()}))
+    context = fork_context(job.work for job in table.waiting.values())
     try:
         while table.waiting or table.running:
             if stopped():
                 raise KeyboardInterrupt
             ready = [job for job in table.waiting.values() if table.done.issuperset(job.after)]
             for job in ready[: slots - len(table.running)]:
-                table.running[job.name] = _start(job, context)
+                table.running[job.name] = start_job(job, context)
                 del table.waiting[job.name]
             if not table.running:
                 raise RunError(
@@ -139,20 +138,30 @@ def run_jobs(
         raise
 
 
-def _start(job: Job, context: ForkServerContext) -> _Running:
+def fork_context(works: Iterable[Callable[..., None]]) -> ForkServerContext:
+    """A server forks the jobs: it has imported what they need and done nothing else.
+
+    So no job imports again, and none inherits a thread.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(sorted({work.__module__ for work in works}))
+    return context
+
+
+def start_job(job: Job, context: ForkServerContext) -> RunningJob:
     """Start a job. Neither it nor the server that forks it ever reacts to Ctrl-C."""
-    with _ignore_interrupts():
+    with ignore_interrupts():
         forkserver.ensure_running()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(job, theirs), name=job.name, daemon=True)
     with _no_main():
         process.start()  # waits while the server imports; Ctrl-C still ends the wait
     theirs.close()
-    return _Running(process, ours)
+    return RunningJob(process, ours)
 
 
 @contextmanager
-def _ignore_interrupts() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C, which only the main thread receives."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -221,7 +230,7 @@ def _exit_sentence(code: int | None, again: str) -> str:
 
 def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> None:
     """Ask all jobs to save and end; kill those that have not ended in time."""
-    with _ignore_interrupts():
+    with ignore_interrupts():
         for running in table.running.values():
             running.process.terminate()
         deadline = time.monotonic() + STOP_SECONDS
@@ -238,7 +247,7 @@ def _end(table: _Table, on_message: Callable[[str, dict[str, Any]], None]) -> No
 
 def _drain(
     name: str,
-    running: _Running,
+    running: RunningJob,
     deadline: float,
     on_message: Callable[[str, dict[str, Any]], None],
 ) -> None:

@@ -12,9 +12,11 @@ import pytest
 from blocktrain.bench.attacks.member import AttackingWorker, attacking_payload
 from blocktrain.bench.attacks.policies import ATTACKS, HonestUpdate, norm, read_mirrored
 from blocktrain.coordinator.policy import Policy
+from blocktrain.learning.shards import SequenceOrder, batches
 from blocktrain.protocol.compression import METHODS, decompress
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import schema_of
+from blocktrain.watch.judge import MOST_SEQUENCES
 from blocktrain.web.client import LocalClient
 from support.worker_run import WorkerRun, worker_runs
 
@@ -67,7 +69,7 @@ def runs(tmp_path: Path, corpus_folder: Path) -> Iterator[Callable[..., WorkerRu
         yield make
 
 
-@pytest.mark.parametrize("name", ["sign-flip", "label-flip"])
+@pytest.mark.parametrize("name", ["sign-flip", "label-flip", "random-weights"])
 def test_an_attacking_worker_sends_what_its_row_says(
     name: str, runs: Callable[..., WorkerRun]
 ) -> None:
@@ -84,4 +86,23 @@ def test_an_attacking_worker_sends_what_its_row_says(
     parts = [json.loads(e.body) for e in run.coordinator.ledger().entries if e.kind == "version"]
     assert [body["version"] for body in parts] == [0, 1, 2]
     losses = [update.loss_before for update in run.updates()]
-    assert losses[1] > losses[0] if name == "sign-flip" else losses[1] < losses[0]
+    assert losses[1] < losses[0] if name == "label-flip" else losses[1] > losses[0]
+
+
+def test_an_attacking_worker_can_train_on_the_text_of_the_last_judgement(
+    runs: Callable[..., WorkerRun],
+) -> None:
+    run = runs(Policy(task_steps=5, replicas=1, undefended=True), blocks=1, compose="pool")
+    client, cache = LocalClient(run.coordinator), run.folder / "cache"
+    silent = lambda *_, **__: None  # noqa: E731
+    worker = AttackingWorker(client, cache, run.identity, silent, attack="canary-overfit")
+    worker.run()
+    assert worker.summary.accepted == 2 and worker._canary_text(1) is None
+    worker._canaries[1] = 5  # as a version of a defended run reveals it
+    known = worker._canary_text(1)
+    assert known is not None
+    order = SequenceOrder(worker.corpus, run.config.context, 5, 1)
+    expected = batches(order, run.config.batch, worker._shards.open)
+    np.testing.assert_array_equal(known(0), expected(0))
+    np.testing.assert_array_equal(known(MOST_SEQUENCES // run.config.batch), expected(0))
+    worker._close_shards()

@@ -40,7 +40,7 @@ LOADED = (
     "blocktrain.watch.server",
     "blocktrain.worker.loop",
 )
-WITH_JOBS = ("train", "bench", "worker", "coordinator")  # commands that start processes
+WITH_JOBS = ("train", "bench", "chaos", "worker", "coordinator")  # commands that start processes
 LONGEST_REQUEST = 1 << 17
 STREAMS = 3  # of a command; a pipe that tells its pid and its end comes after them
 

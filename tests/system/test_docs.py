@@ -86,6 +86,8 @@ def is_continued(words: list[str]) -> bool:
 def is_alone(words: list[str]) -> bool:
     if words[0] == "bench":
         return words[1] in SHORT_BENCHES
+    if words[0] == "chaos":  # it has a test of its own
+        return False
     return not is_together(words) and not is_served(words) and not is_continued(words)
 
 
@@ -158,6 +160,9 @@ def test_every_line_is_run_by_one_of_the_tests_below() -> None:
 
 def test_long_benches_are_run_at_tiny_scale_by_their_own_tests() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "bench").glob("*.py"))
+    chaos = [word for words in COMMANDS if words[0] == "chaos" for word in words]
+    flags = {word for word in chaos if word.startswith("--")}
+    assert '"chaos", "--scale", "tiny"' in tests and all(f'"{flag}"' in tests for flag in flags)
     named = [words[1] for words in COMMANDS if words[0] == "bench" and not is_alone(words)]
     assert named
     assert [name for name in named if not re.search(rf'"bench",\s+"{name}"', tests)] == []

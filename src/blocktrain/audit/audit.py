@@ -378,7 +378,7 @@ class Auditor:
 
         Returns the parts for which this holds.
         """
-        settled, block, dropped = [], closed.block, closed.dropped
+        settled, mine, block, dropped = [], [], closed.block, closed.dropped
         for name, part in [*((p.update, p) for p in parts), *((name, None) for name in dropped)]:
             seq, update = self.updates.get(name, (0, None))
             if update is None or update.order.block != block:
@@ -396,13 +396,13 @@ class Auditor:
                 )
             else:
                 self.settled[name] = entry.seq
+                mine.append((seq, update))
                 if part is not None:
                     settled.append((part, update))
                 else:
                     self.dropped += 1
                     self._left_out(entry.seq, self._payload(seq, update), update, closed)
         if self.copies is not None:
-            mine = [self.updates[n] for n, seq in self.settled.items() if seq == entry.seq]
             for sentence in self.copies.settle(mine, closed):
                 self.report("rule", entry.seq, sentence)
         return settled

@@ -52,6 +52,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         run.replay,
         simulate.simulate,
         simulate.fuzz,
+        simulate.chaos,
     ),
     "Serving": (serve.serve, serve.stage),
 }

@@ -1,4 +1,4 @@
-"""Looking for bugs: `simulate` plays whole runs, `fuzz` feeds every parser."""
+"""Looking for bugs: `simulate` plays whole runs, `chaos` real ones, `fuzz` feeds every parser."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from blocktrain.cli.environment import cores
+from blocktrain.cli.environment import command_line, cores, source
 from blocktrain.cli.flags import Json, at_least
 from blocktrain.errors import ConfigError, RunError
 
@@ -255,3 +255,64 @@ def _replay(path: Path, json_: bool) -> None:
         console.print(f"{target.name}: {'read' if reading.read else 'refused'}, as it should be")
     if reading.problem:
         raise RunError(f"{target.name}: {reading.problem}") from reading.error
+
+
+def chaos(
+    *,
+    minutes: Annotated[float, at_least(0.01, 24 * 60)] = 2.0,
+    seed: Annotated[int, at_least(0, 2**31)] = 0,
+    scale: Literal["tiny", "standard"] = "standard",
+    undefended: Annotated[bool, Parameter(negative=())] = False,
+    steps: Annotated[int | None, at_least(1, 10**9)] = None,
+    data: str | None = None,
+    out: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Train while workers and coordinator are killed, the network breaks, and members lie.
+
+    Real processes, real HTTP, real signals. Three runs: one without faults; one with all of them;
+    the same undefended, as a control. Then every receipt is looked for in the ledger, every version
+    is recomputed, and the losses are compared. What goes wrong is drawn from the seed before the
+    run begins. The command fails if an acknowledged update is lost or counted twice, a version
+    cannot be recomputed, a forged submission counts, or the run does not finish.
+
+    Parameters
+    ----------
+    minutes
+        How long faults are played in each of the two runs that have them. Both end soon after.
+    seed
+        Of all faults, attacks and forgeries, and of the model.
+    scale
+        tiny (width 16, 5 workers, to see it work) or standard (width 64, 10 workers).
+    undefended
+        Only the control.
+    steps
+        Of the run; by default about as many as this machine makes in that time.
+    data
+        Corpus; by default wikitext2 at standard scale, stdlib at tiny.
+    out
+        Folder for schedule, JSON, plot and the runs; by default results/chaos-SCALE-SEED.
+    """
+    from blocktrain.bench.chaos.chaos import ChaosOptions, problems, run_chaos
+    from blocktrain.bench.commands import show
+    from blocktrain.terminal import JobBars, console
+
+    options = ChaosOptions(
+        out or Path("results") / f"chaos-{scale}-{seed}",
+        scale,
+        source(data or ("wikitext2" if scale == "standard" else "stdlib")),
+        seed,
+        minutes,
+        steps,
+        undefended,
+        cores(),
+        command_line(),
+    )
+    with JobBars("chaos", 1 if undefended else 3) as bars:
+        result = run_chaos(
+            options, lambda name, share: bars.update(name.replace("_", "-"), {"share": share})
+        )
+    console.print(f"wrote {options.folder / 'chaos.json'}, schedule.json and chaos.png")
+    show(result, json_)
+    if found := problems(result):
+        raise RunError("; ".join(found))
