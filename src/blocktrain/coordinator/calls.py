@@ -21,7 +21,7 @@ from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
 from blocktrain.coordinator.updates import UpdateIntake, payload_limit
-from blocktrain.errors import Conflict
+from blocktrain.errors import Conflict, Damaged
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, verify, worker_id
@@ -296,14 +296,25 @@ class Coordinator:
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
         """The bytes of a public blob, from `start` on."""
         block = self._public_blob(name)
-        for piece in self.run.store.blobs.pieces(name, start):
-            self.run.count_bytes(block, worker, bytes_out=len(piece))
-            yield piece
+        with self._reading(name):
+            for piece in self.run.store.blobs.pieces(name, start):
+                self.run.count_bytes(block, worker, bytes_out=len(piece))
+                yield piece
 
     def blob_size(self, name: str) -> int:
         """Length of a public blob."""
         self._public_blob(name)
-        return self.run.store.blobs.size(name)
+        with self._reading(name):
+            return self.run.store.blobs.size(name)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """What is removed meanwhile is not found; it is not damaged."""
+        try:
+            yield
+        except Damaged:
+            self._public_blob(name)
+            raise
 
     def _public_blob(self, name: str) -> int:
         """The block that a public blob belongs to. One of the corpus is known to be intact."""

@@ -173,9 +173,12 @@ class RoundCloser:
             parent = run.version(action.block)
             waiting = {name: run.history.waiting[name] for name in action.updates}
             standings = run.state.standings
-        method = run.policy.version_compression
-        round_ = Round(run.config, parent, waiting, standings, run.merge_options, self._judge)
-        made = self._merger.submit(merge_round, run.store, round_, method).result()
+            received = run.history.received.get(action.block, 0)
+        merging = (run.config, parent, waiting, standings, run.merge_options)
+        round_ = Round(*merging, self._judge, received)
+        made = self._merger.submit(
+            merge_round, run.store, round_, run.policy.version_compression
+        ).result()
         outcome = store_outcome(run.store, made, waiting)
         outcome = guard_version(run.store, round_, made, outcome)
         with run.lock:

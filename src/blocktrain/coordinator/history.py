@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from blocktrain.coordinator.disk.retention import BlockRetention
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
 
@@ -101,6 +102,9 @@ class RunHistory:
     """By block: the versions that its newest version was trained on."""
     deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
     """By block: how its last versions follow from each other."""
+    received: dict[int, int] = field(default_factory=dict)
+    """By block: bytes of merged updates since its last delta that was complete."""
+    retention: dict[int, BlockRetention] = field(default_factory=dict)  # by block
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
     workers: dict[str, UpdateCounts] = field(default_factory=dict)
@@ -163,6 +167,7 @@ class RunHistory:
         for part in ("weights", "momentum", "delta", "residual"):
             if body[part] is not None:
                 self.public[body[part]["sha256"]] = block
+        self.retention.setdefault(block, BlockRetention()).add(body)
         if body["delta"] is not None:
             self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
                 m.VersionDelta(
@@ -179,9 +184,12 @@ class RunHistory:
         if body["version"] > 0:
             for worker in tuple(self.barred):
                 self._stand(worker, Standing.after_version, block)
+        received = self.received.get(block, 0) if body.get("complete") is False else None
         for part in body["parts"]:
             submission = self._settle(block, part["update"])
+            received = None if received is None else received + submission.payload_length
             self._stand(submission.worker, Standing.after_merge, submission.steps)
+        self.received[block] = received or 0
         self._drop(block, body["dropped"])
 
     def _round(self, body: Body) -> None:
@@ -212,6 +220,20 @@ class RunHistory:
         submission, _ = self.waiting.pop(update)
         self.public[submission.payload_sha256] = block
         return submission
+
+    def retire(self, block: int, newest: int, held: Iterable[str]) -> set[str]:
+        """Blobs of a block's older versions that nobody needs any more: they are not public now.
+
+        What updates or tasks start from or read is needed, and so is what is `held`.
+        """
+        orders = (*self.orders.values(), *(order for _, order in self.waiting.values()))
+        pins = [*(pin for order in orders for pin in order.versions)]
+        pins += [pin for features in self.features.values() for pin in features]
+        needed = {pin.weights.sha256 for pin in pins}
+        retired = self.retention[block].retire(newest, needed.union(held))
+        for name in retired:
+            self.public.pop(name, None)
+        return retired
 
     def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
         for task in [t for t in self.orders if t not in open_tasks]:

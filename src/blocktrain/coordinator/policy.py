@@ -63,6 +63,9 @@ class Policy(BaseModel):
     undefended: bool = False
     """Believe every member: updates are neither bounded by what their steps can change, nor judged
     on secret text before they count, and shares are not capped."""
+    keep_versions: int = Field(default=4, ge=0, le=1000)
+    """Newest versions of a block that the coordinator keeps as whole weights; older ones follow
+    from them and from deltas. 0 keeps all."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)

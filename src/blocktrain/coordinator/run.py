@@ -12,6 +12,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +93,7 @@ class TrainingRun:
         self.schemas: dict[int, Schema] = {}  # by block
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: its last one
         self.refusals: Counter[str] = Counter()  # by code, of this process alone
+        self.held: tuple[str, ...] = ()  # weights that somebody outside of the run reads now
         self.reason = ""  # what the last decisions were, or what is waited for
         self.ready = self._opened = self._started = False
         self.began = self._last_flush = clock.monotonic()
@@ -169,6 +171,8 @@ class TrainingRun:
         self._look_at_standings()
         self.known = {worker.id: worker for worker in self.store.workers()}
         self.history.forget_orders(self.state.leases)
+        for index in self.history.retention:
+            self._retire(index)  # also what a crash has left
         leases = self.state.leases.values()
         self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in leases})
         self.traffic.begin(self.store.byte_counts())
@@ -213,8 +217,9 @@ class TrainingRun:
                 "the run's settings mean something else to this version of blocktrain; "
                 "use the version that it began with"
             )
-        # A run that was begun before there was this choice goes on as it began.
-        self.policy = make_policy({"undefended": True, **document["policy"]})
+        # A run that was begun before there were these choices goes on as it began.
+        before = {"undefended": True, "keep_versions": 0}
+        self.policy = make_policy({**before, **document["policy"]})
         self.options = replace(self.policy.options(self.config), frozen=self.facts.frozen)
         self.merge_options = self.policy.merge_options()
 
@@ -375,6 +380,15 @@ class TrainingRun:
         entry = self._publish(record, body, applied, changes)
         self._newest[record.block] = record
         self._advance(after, changes, (entry,))
+        self._retire(record.block)
+
+    def _retire(self, index: int) -> None:
+        """Remove what nobody needs of a block's older versions."""
+        if not self.policy.keep_versions:
+            return
+        for name in self.history.retire(index, self.policy.keep_versions, self.held):
+            with suppress(OSError):  # the next start tries again
+                self.store.blobs.delete(name)
 
     def _publish(
         self, record: VersionRecord, body: Body, applied: Sequence[str], changes: Changes
