@@ -11,7 +11,7 @@ import pytest
 
 from blocktrain.audit.audit import audit
 from blocktrain.audit.evidence import open_folder
-from blocktrain.coordinator.disk.retention import BlockRetention
+from blocktrain.coordinator.limits.retention import BlockRetention
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.ledger import VersionBody, read_body
 from blocktrain.protocol.refusals import Code, Refused

@@ -17,6 +17,7 @@ from blocktrain.config import Config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.closing import RoundCloser
+from blocktrain.coordinator.limits.members import MOST_MEMBERS
 from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
@@ -132,6 +133,8 @@ class Coordinator:
             name = worker_id(message.public_key)
             now = self._clock.monotonic()
             old = run.state.workers.get(name)
+            if old is None:
+                self._require_place(now)
             if old is not None and old.kicked:
                 raise Refused(Code.KICKED)
             worker = replace(old or self._returning(name, now), seen=now)
@@ -162,6 +165,14 @@ class Coordinator:
                 corpus=run.facts.corpus,
                 next=self._next(now, name, message.held),
             )
+
+    def _require_place(self, now: float) -> None:
+        """Where too many are present, those that are silent make room."""
+        run = self.run
+        if len(run.state.workers) >= MOST_MEMBERS:
+            run.forget_gone(now, run.options.alive)
+        if len(run.state.workers) >= MOST_MEMBERS:
+            raise Refused(Code.BUSY, f"{MOST_MEMBERS} workers are here")
 
     def _returning(self, name: str, now: float) -> state.WorkerState:
         """A worker that is new to this process, with what was measured of it before it left."""
@@ -264,14 +275,15 @@ class Coordinator:
                     f"a payload here has at most {cap.length} bytes",
                 )
             require_hash(content, digest, f"chunk {index}")
+            run.quotas.require_room(run.state, lease, index, len(content))
         # Without the lock: a slow disk must not stop the others.
-        run.store.blobs.put_chunk(task, lease.fence, index, content)
+        run.quotas.uploads.put((task, lease.fence), index, content)
         with self._lock_run() as run:
             run.count_bytes(lease.block, lease.worker, bytes_in=len(content))
             try:
                 return self._upload_state(self._check_ticket(task, ticket))
             except Refused:  # the lease ended while the chunk was written
-                run.store.blobs.drop_chunks(task, lease.fence)
+                run.quotas.uploads.drop((task, lease.fence))
                 raise
 
     def submit(self, message: m.Submission) -> m.SubmitReply:
@@ -411,6 +423,9 @@ class Coordinator:
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)
         if isinstance(decision, state.Postpone):
             return m.Wait(seconds=decision.seconds, code="no_work", reason=decision.reason)
+        if not decision.resumed and (problem := run.quotas.use.problem):
+            reason = f"the run has stopped taking updates: {problem}"
+            return m.Wait(seconds=run.options.poll, code="no_work", reason=reason)
         steps = run.corpus.most_steps(decision.lease.block, *decision.lease.batches)
         lease = replace(decision.lease, steps=steps)
         decision = replace(decision, lease=lease)

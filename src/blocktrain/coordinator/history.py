@@ -8,17 +8,18 @@ A restart, and the audit, read the same from the ledger.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from blocktrain.coordinator.disk.retention import BlockRetention
+from blocktrain.coordinator.limits.retention import BlockRetention
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
 
 Body = dict[str, Any]  # of a ledger entry
 
+ENTRY_BYTES = 600  # about what the database keeps of an entry, besides its body
 PROBATION = 3  # merged updates before a member is no newcomer any more
 BARRED_AFTER = 2  # updates in a row that were left out for what they held
 LONGEST_BAR = 6  # a member sits out at most 2 ** this many rounds
@@ -104,6 +105,8 @@ class RunHistory:
     """By block: how its last versions follow from each other."""
     received: dict[int, int] = field(default_factory=dict)
     """By block: bytes of merged updates since its last delta that was complete."""
+    waiting_bytes: Counter[str] = field(default_factory=Counter)  # by worker
+    recorded: int = 0  # bytes of entries, updates and deltas
     retention: dict[int, BlockRetention] = field(default_factory=dict)  # by block
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
@@ -123,6 +126,7 @@ class RunHistory:
     def follow(self, entry: ledger.LedgerEntry) -> Body:
         """Take one more entry into account; its body."""
         self.head = entry
+        self.recorded += len(entry.body) + ENTRY_BYTES
         body: Body = json.loads(entry.body)
         if (take := getattr(self, f"_{entry.kind}", None)) is not None:
             take(body)
@@ -150,6 +154,8 @@ class RunHistory:
         if order is None:
             order = m.Order.model_validate_json(json.dumps(body["order"]))
         self.waiting[submission.update] = (submission, order)
+        self.waiting_bytes[submission.worker] += submission.payload_length
+        self.recorded += submission.payload_length
         self._stand(submission.worker, Standing.after_update)
         self.float32_bytes += order.weights.length
         for counts in (
@@ -169,6 +175,9 @@ class RunHistory:
                 self.public[body[part]["sha256"]] = block
         self.retention.setdefault(block, BlockRetention()).add(body)
         if body["delta"] is not None:
+            sent = {submission.payload_sha256 for submission, _ in self.waiting.values()}
+            own = body["delta"]["sha256"] in sent
+            self.recorded += 0 if own else body["delta"]["length"]
             self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
                 m.VersionDelta(
                     block=block,
@@ -218,6 +227,8 @@ class RunHistory:
     def _settle(self, block: int, update: str) -> m.Submission:
         """Payloads can be read once their round is closed, when copying them is of no use."""
         submission, _ = self.waiting.pop(update)
+        self.waiting_bytes[submission.worker] -= submission.payload_length
+        self.waiting_bytes += Counter()  # removes those that are zero
         self.public[submission.payload_sha256] = block
         return submission
 
@@ -234,6 +245,25 @@ class RunHistory:
         for name in retired:
             self.public.pop(name, None)
         return retired
+
+    @property
+    def stored(self) -> int:
+        """Bytes that the run has made and keeps: without the corpus and open uploads."""
+        return self.recorded + sum(block.bytes for block in self.retention.values())
+
+    def delivered(self) -> set[str]:
+        """Workers with an accepted update."""
+        return {worker for worker, counts in self.workers.items() if counts.accepted}
+
+    def forget_workers(self, gone: Iterable[str]) -> None:
+        """Members that never delivered. What a fault has cost them stays."""
+        for worker in gone:
+            self.devices.pop(worker, None)
+            self.workers.pop(worker, None)
+            self._held.pop(worker, None)
+            if (standing := self.standings.get(worker)) and not standing.faults:
+                del self.standings[worker]
+                self.restood = True
 
     def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
         for task in [t for t in self.orders if t not in open_tasks]:

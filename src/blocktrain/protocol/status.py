@@ -93,6 +93,21 @@ class WorkerStatus(Traffic):
     refused: Count = 0
     tokens: Count = 0
     seen_seconds: Seconds = 0.0
+    held: Count = 0
+    """Bytes on the coordinator's disk that no round has taken yet."""
+
+
+class DiskStatus(Message):
+    """What the run has on the coordinator's disk, without the corpus, and what it may have."""
+
+    used: Count = 0
+    limit: Count | None = None
+    """--disk-limit; None: until little is left."""
+    free: Count = 0
+    worker_limit: Count | None = None
+    """Of each worker, of what no round has taken yet."""
+    problem: Sentence = ""
+    """Why no updates are taken at the moment."""
 
 
 class Status(Traffic):
@@ -122,6 +137,7 @@ class Status(Traffic):
     """Weights, deltas and updates of workers, in and out, without the corpus."""
     float32_bytes: Count = 0
     """What the same tasks and updates would have moved as whole float32 weights, both ways."""
+    disk: DiskStatus = DiskStatus()
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, LossValue] = Field(default_factory=dict)
     """Nats per token on the valid part by what was scored: block-1, pool, fused."""

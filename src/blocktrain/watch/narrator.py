@@ -189,6 +189,8 @@ class Narrator:
         if now - self._last_look < LOOK_SECONDS:
             return
         self._last_look = now
+        if len(self.feed.states) > 2 * len(run.known) + 64:
+            self.feed.states = {w: s for w, s in self.feed.states.items() if w in run.known}
         for name, worker in run.state.workers.items():
             state = self.feed.states.get(name)
             alive = is_alive(now, run.state, run.options, name)

@@ -30,6 +30,8 @@ class BlockRetention:
 
     versions: deque[KeptVersion] = field(default_factory=deque)  # oldest first
     whole: set[str] = field(default_factory=set)  # older weights that stay
+    sizes: dict[str, int] = field(default_factory=dict)  # of all that is here
+    bytes: int = 0
     unbroken: int = 0  # bytes of the deltas since the last version that stays whole
 
     def add(self, version: Mapping[str, Any]) -> None:
@@ -38,8 +40,11 @@ class BlockRetention:
         self.unbroken += delta["length"] if delta else 0
         derivable = bool(delta) and self.unbroken < weights["length"]
         self.unbroken = self.unbroken if derivable else 0
-        state = (version[part] for part in ("momentum", "residual"))
-        names = tuple(blob["sha256"] for blob in state if blob)
+        state = [blob for part in ("momentum", "residual") if (blob := version[part])]
+        names = tuple(blob["sha256"] for blob in state)
+        for blob in (weights, *state):
+            self.bytes += 0 if blob["sha256"] in self.sizes else blob["length"]
+            self.sizes[blob["sha256"]] = blob["length"]
         self.versions.append(KeptVersion(weights["sha256"], names, derivable))
 
     def retire(self, newest: int, needed: Set[str]) -> set[str]:
@@ -61,4 +66,6 @@ class BlockRetention:
         self.versions.extendleft(reversed(later))
         # A version that changes nothing has the weights of another one.
         kept = {name for v in self.versions for name in (v.weights, *v.state)}
-        return retired - kept - self.whole - needed
+        gone = retired - kept - self.whole - needed
+        self.bytes -= sum(self.sizes.pop(name) for name in gone)
+        return gone
