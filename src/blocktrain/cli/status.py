@@ -118,6 +118,7 @@ class StatusView:
         yield f"disk: {amount(disk.used)}" + (f" of {amount(disk.limit)}" if disk.limit else "")
         if disk.problem:
             yield f"no updates are taken: {disk.problem}"
+        yield from (notice.sentence for notice in status.notices)
         if status.parent:
             yield status.parent.sentence
         if status.refusals:

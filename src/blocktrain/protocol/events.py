@@ -90,6 +90,19 @@ class RequestRefused(RunEvent):
     count: int = 1
 
 
+Attempt = Literal["share", "stage", "harm", "hold", "disk"]
+"""To hold more than one may; to be a stage without the key; an update that was left out for what it
+holds; tasks that are only taken; and that the disk allows no more updates."""
+
+
+class MemberNoticed(RunEvent):
+    """Somebody tries to get more than its share. At most one a minute for each member and kind."""
+
+    attempt: Attempt = "share"
+    worker: str = ""
+    sentence: str = ""
+
+
 class RoundChanged(RunEvent):
     """A round that made no version, or a lease of it that expired."""
 
@@ -183,6 +196,7 @@ KINDS: dict[str, type[RunEvent]] = {
     "task": TaskLeased,
     "update": UpdateAccepted,
     "refused": RequestRefused,
+    "notice": MemberNoticed,
     "round": RoundChanged,
     "version": VersionPublished,
     "score": VersionsScored,

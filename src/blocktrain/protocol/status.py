@@ -29,6 +29,7 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.refusals import Code
 
 MAX_WORKERS = 4096  # that a status lists
+MAX_NOTICES = 8  # that a status lists
 
 
 class Traffic(Message):
@@ -110,6 +111,16 @@ class DiskStatus(Message):
     """Why no updates are taken at the moment."""
 
 
+class NoticeStatus(Message):
+    """Somebody tried to get more than its share."""
+
+    attempt: Name
+    worker: Name
+    sentence: Sentence
+    time: Annotated[float, Field(ge=0)]
+    """In seconds since 1970."""
+
+
 class Status(Traffic):
     """The whole run."""
 
@@ -137,6 +148,8 @@ class Status(Traffic):
     """Weights, deltas and updates of workers, in and out, without the corpus."""
     float32_bytes: Count = 0
     """What the same tasks and updates would have moved as whole float32 weights, both ways."""
+    notices: Annotated[tuple[NoticeStatus, ...], Field(max_length=MAX_NOTICES)] = ()
+    """The newest, oldest first."""
     disk: DiskStatus = DiskStatus()
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, LossValue] = Field(default_factory=dict)

@@ -18,6 +18,7 @@ from blocktrain.protocol.status import (
     MAX_WORKERS,
     BlockStatus,
     DiskStatus,
+    NoticeStatus,
     RoundStatus,
     Status,
     WorkerStatus,
@@ -64,6 +65,15 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
         ),
         training_bytes=run.traffic.training,
         float32_bytes=run.history.float32_bytes,
+        notices=tuple(
+            NoticeStatus(
+                attempt=str(notice.get("attempt", "")),
+                worker=str(notice.get("worker", ""))[:64],
+                sentence=str(notice.get("sentence", ""))[:MAX_SENTENCE],
+                time=float(notice["time"]),
+            )
+            for notice in tuple(feed.notices)
+        ),
         disk=_disk(run),
         refusals={Code(code): count for code, count in sorted(run.refusals.items())},
         scores=feed.scores,

@@ -163,6 +163,7 @@ const SENTENCES = {
     const times = e.count > 1 ? ` ${count(e.count)} times` : "";
     return { text: `${e.worker ? who(state, e.worker) : "A request"} was refused${times} (${e.code}): ${e.sentence}`, tone: "trouble" };
   },
+  notice: (_, e) => ({ text: sentence(e.sentence), tone: "trouble" }),
   round: (_, e) => {
     const text = e.reason || `round ${e.version} of block ${e.block}: ${e.outcome}`;
     return { text: sentence(text), tone: "trouble" };
