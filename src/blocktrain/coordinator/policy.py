@@ -91,8 +91,8 @@ class Policy(BaseModel):
     """Cosine with another worker's update from which on an update counts as its copy, and is left
     out."""
     keep_versions: int = Field(default=12, ge=0, le=1000)
-    """Newest versions of a block that the coordinator keeps as whole weights, so that the last tasks
-    can be trained again; older ones follow from them and from deltas. 0 keeps all."""
+    """Newest versions of a block that stay as whole weights, so that the last tasks can be trained
+    again. Older ones follow from deltas. 0: all stay."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)
