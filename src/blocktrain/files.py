@@ -95,6 +95,9 @@ class FileSystem(Protocol):
     def make_folder(self, folder: Path) -> None:
         """Also those above it. Nothing, if it is there."""
 
+    def free(self, folder: Path) -> int:
+        """Bytes that its disk has left for this user."""
+
     def delete_tree(self, folder: Path) -> None:
         """A folder with all that is in it, as far as it can be deleted."""
 
@@ -162,3 +165,7 @@ class SystemFiles:
 
     def delete_tree(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
+
+    def free(self, folder: Path) -> int:
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize

@@ -24,6 +24,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from blocktrain.units import amount
+
 console = Console(stderr=True)
 
 
@@ -246,15 +248,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def amount(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:  # 1000 by three digits
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def speed(event: Mapping[str, Any]) -> str:

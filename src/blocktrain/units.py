@@ -35,3 +35,12 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not an amount of bytes; write it like 8GB or 512MiB"
         ) from None
     return count
+
+
+def amount(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:  # 1000 by three digits
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

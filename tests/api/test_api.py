@@ -17,7 +17,7 @@ import torch
 import blocktrain as bt
 from blocktrain.api.model import TextOptions
 from blocktrain.api.options import CoordinateOptions, ServeOptions, TrainOptions
-from blocktrain.cli.coordinator import ListenFlags
+from blocktrain.cli.coordinator import CoordinatorFlags, ListenFlags
 from blocktrain.cli.flags import BeginFlags
 from blocktrain.cli.generate import TextFlags
 from blocktrain.cli.serve import AnswerFlags, ApiFlags, RouteFlags
@@ -155,8 +155,8 @@ def test_options_are_the_flags_of_the_commands() -> None:
     settings = Config.model_fields.keys() - set(DERIVED) | {"size"}
     begin = settings | flags(BeginFlags) - {"data", "from_"} | {"parent", "config"}
     assert begin | flags(TrainFlags) | {"resume", "preset"} == set(get_type_hints(TrainOptions))
-    scoring, policy = {"score_bytes", "score_seconds"}, set(Policy.model_fields)
-    coordinate = begin | flags(ListenFlags) | policy | scoring
+    beside, policy = flags(CoordinatorFlags) - {"exit", "track"}, set(Policy.model_fields)
+    coordinate = begin | flags(ListenFlags) | policy | beside
     assert coordinate == set(get_type_hints(CoordinateOptions))
     serve = flags(RouteFlags, ApiFlags, AnswerFlags) - {"listen"} | {"reference"}
     assert serve == set(get_type_hints(ServeOptions))

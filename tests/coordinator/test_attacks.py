@@ -172,6 +172,51 @@ def zeros(worker: FakeWorker, task: m.Task) -> bytes:
     return compress(nothing, None, task.compression)[0]
 
 
+def sparse(worker: FakeWorker, task: m.Task) -> bytes:
+    """A plausible length, all of it in one weight: a payload of a few hundred bytes."""
+    change = {name: np.zeros_like(t) for name, t in worker.weights(task).items()}
+    made = range(task.start_step, task.start_step + task.steps)
+    bounds = change_bounds(ALONE, task.block, made, sum(t.size for t in change.values()))
+    first = change[min(change)].reshape(-1)
+    first[task.task % first.size] = (bounds[0] * bounds[1]) ** 0.5
+    return compress(change, None, task.compression)[0]
+
+
+def stored(coordinator: WatchedCoordinator) -> int:
+    """Bytes of all blobs."""
+    blobs = coordinator.run.store.blobs
+    return sum(blobs.size(name) for name in blobs.names())
+
+
+def test_sparse_updates_make_no_large_versions(playing: Playing, tmp_path: Path) -> None:
+    """A5: when honest members have left, one sends updates of one weight each, 200 bytes long."""
+    with playing(task_steps=2) as play:
+        honest = [play.newcomer() for _ in range(2)]
+        for _ in range(6):  # of two updates a version makes one delta, and leaves a residual
+            for worker in honest:
+                play.answer(worker)
+            play.pass_time()
+        for worker in honest:
+            worker.ask(leaving=True)
+        attacker = play.newcomer()
+        for _ in range(8):
+            play.answer(attacker, sparse)
+            play.pass_time()
+        count, before = len(versions(play.coordinator)), stored(play.coordinator)
+        received = play.coordinator.run.traffic.by_block[1][0]
+        for _ in range(40):
+            play.answer(attacker, sparse)
+            play.pass_time()
+        made = versions(play.coordinator)[count:]
+        grown = stored(play.coordinator) - before
+        came = play.coordinator.run.traffic.by_block[1][0] - received
+        whole = made[0]["weights"]["length"]
+        assert len(made) >= 38 and came < 0.1 * whole
+        assert grown < whole + 12 * came, "before, it was two whole tensors a version"
+        checked = audit(open_folder(tmp_path))
+        assert checked.ok, checked.findings
+
+
 def test_many_updates_of_a_fast_member_weigh_no_more(playing: Playing) -> None:
     """A3: one of four members claims a high speed and fills a round with its updates."""
     with playing(replicas=4, min_replicas=4) as play:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blocktrain.clock import SimulatedClock
 from blocktrain.coordinator.assignment import assign, size_task, steps_left
+from blocktrain.coordinator.limits.members import GONE_SECONDS
 from blocktrain.coordinator.rounds import advance_block
 from blocktrain.coordinator.run import FLUSH_SECONDS, NONCE_SECONDS, PRUNE_SECONDS
 from blocktrain.coordinator.state import (
@@ -19,8 +23,11 @@ from blocktrain.coordinator.state import (
     WaitingUpdate,
     WorkerState,
 )
+from blocktrain.protocol import messages as m
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.transfer import sha256, split
+from blocktrain.watch.metrics import resident_bytes
+from blocktrain.watch.server import WatchedCoordinator, open_coordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import FakeWorker, as_task, beginning
 
@@ -60,6 +67,66 @@ def test_chunks_of_an_abandoned_upload_go_with_its_lease(tmp_path: Path) -> None
         assert chunks(task.task, task.fence) == {}
         with pytest.raises(Refused):
             LocalClient(coordinator).put_chunk(task.task, 0, task.ticket, piece, sha256(piece))
+
+
+def weigh(coordinator: WatchedCoordinator) -> dict[str, int]:
+    """What a coordinator holds of its members, apart from the ledger."""
+    run, blobs = coordinator.run, coordinator.run.store.blobs
+    gc.collect()
+    return {
+        "members": len(run.known) + len(run.state.workers) + len(run.store.workers()),
+        "counts": len(run.traffic.by_worker) + len(run.history.workers) + len(run.history.devices),
+        "standings": len(run.history.standings) + len(run.progress) + len(run.history._held),
+        "leases": len(run.state.leases),
+        "events": len(coordinator.feed.states),
+        "chunks": sum(1 for _ in Path(run.store.address).glob("uploads/*/*")),
+        "blobs": len(list(blobs.names())) + len(run.history.public),
+        "memory": resident_bytes(),
+    }
+
+
+def test_members_who_never_deliver_leave_nothing(tmp_path: Path) -> None:
+    """A13: 600 members join, take a task, upload a part, and are never heard of again."""
+    clock = SimulatedClock(1000.0)
+    with beginning(tmp_path, clock=clock) as coordinator:
+        client, weights = LocalClient(coordinator), []
+        honest = FakeWorker(client)
+        honest.send(honest.joined())
+        for seed in range(2, 601):
+            worker = FakeWorker(client, seed)
+            task = worker.join().next
+            if isinstance(task, m.Task):
+                worker.beat(task)
+                client.put_chunk(task.task, 0, task.ticket, b"x" * 900, sha256(b"x" * 900))
+            clock.now += GONE_SECONDS / 50
+            if seed % 150 == 0:
+                for seconds in (3 * GONE_SECONDS, 60.0):
+                    clock.now += seconds
+                    coordinator.tick()
+                weights.append(weigh(coordinator))
+        memory = [weight.pop("memory") for weight in weights]
+        assert max(memory[1:]) - memory[0] < 4 << 20
+        assert all(weight == weights[0] for weight in weights), weights
+        assert weights[0]["members"] == 2 and weights[0]["chunks"] == 0
+        (left,) = coordinator.status().workers
+        assert left.worker == honest.id, "who has delivered is remembered"
+    with closing(open_coordinator(tmp_path, clock)) as again:
+        assert len(again.run.known) == len(again.run.history.devices) == 1
+
+
+def test_a_place_is_taken_from_the_silent_only(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("blocktrain.coordinator.calls.MOST_MEMBERS", 3)
+    clock = SimulatedClock(1000.0)
+    with beginning(tmp_path, clock=clock) as coordinator:
+        first, *others = [FakeWorker(LocalClient(coordinator), seed) for seed in range(1, 6)]
+        for worker in (first, *others[:2]):
+            worker.join()
+        with pytest.raises(Refused, match="3 workers are here"):
+            others[2].join()
+        clock.now += coordinator.run.options.alive + 1
+        first.ask()
+        others[2].join()
+        assert first.id in coordinator.run.state.workers
 
 
 def test_steps_never_pass_the_end_of_the_schedule() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from blocktrain.coordinator.merging.merge import (
     Update,
     merge,
 )
+from blocktrain.protocol.compression import compress, open_update
+from blocktrain.protocol.tensors import schema_of
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": ()}
 FREE = MergeOptions(clip=None)
@@ -304,3 +307,24 @@ def test_overflow_is_not_published() -> None:
         MergeContext(current, FREE), [Update("u", {"x": np.array([3e38], np.float32)}, 1)]
     )
     assert merged.state is None and "would not be finite" in merged.reason
+
+
+def test_many_small_payloads_that_decode_large_need_little_memory() -> None:
+    """A6: 40 payloads of one constant, each a few hundred bytes and 1.6 MB when it is decoded."""
+    current = {f"t{n:02}": np.ones((64, 128), np.float32) for n in range(48)}
+    change = {name: np.full_like(tensor, 1e-3) for name, tensor in current.items()}
+    payload, schema = compress(change, None, "int4")[0], schema_of(current)
+    decoded = 40 * sum(tensor.nbytes for tensor in current.values())
+    assert 1000 * len(payload) * 40 < decoded
+    tracemalloc.start()
+    try:
+        updates = [
+            Update(f"u{n}", open_update(payload, schema).tensors, 10, worker=f"w{n}")
+            for n in range(40)
+        ]
+        merged = merge(MergeContext(current, MergeOptions(defences=True)), updates)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(merged.used) == 40 and merged.state is not None
+    assert most < decoded / 2, "one tensor of all updates at a time, and the trimmed mean of it"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from blocktrain.terminal import TextWriter, amount, printable
+from blocktrain.terminal import TextWriter, printable
+from blocktrain.units import amount
 
 
 def _written(

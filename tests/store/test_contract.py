@@ -250,6 +250,8 @@ def test_nonces_bytes_and_workers(store: Store) -> None:
     kicked = WorkerRecord("w", "key", "laptop", 2, 0.25, kicked=True)
     store.save(Changes(workers=[kicked]))
     assert store.workers() == [kicked]
+    store.save(Changes(gone=["w", "nobody"]))
+    assert store.workers() == [], "who is gone is forgotten; the ledger keeps everybody"
 
 
 def test_recovery_gives_back_what_was_committed(place: Opener) -> None:

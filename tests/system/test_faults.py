@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ class Process:
         self.starts = 0
         self.started = 0.0
         self.running: subprocess.Popen[bytes] | None = None
+        self.program = ("-m", "blocktrain")
 
     def start(self, before: Callable[[], None] | None = None) -> Process:
         self.starts += 1
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "blocktrain", *self.arguments]
+        command = [sys.executable, *self.program, *self.arguments]
         env = environment(self.folder, OMP_NUM_THREADS="1")
         with self.path("out").open("wb") as out, self.path("err").open("wb") as err:
             self.running = subprocess.Popen(
@@ -391,6 +393,52 @@ def test_a_full_disk_ends_the_process_and_loses_nothing(
     until(lambda: healthy(url), "a recovery", process)
     worker.client = HttpClient(url, timeout=PATIENCE)
     assert worker.send(as_task(worker.join().next)).receipt.accepted
+    assert process.end(signal.SIGINT) == 0, process.errors()
+    assert audit(open_folder(folder)).ok
+
+
+SHORT_OF_MEMORY = """
+from blocktrain.__main__ import main
+from blocktrain.coordinator import closing
+
+def merge(*_):
+    raise MemoryError
+
+closing.merge_round = merge
+main()
+"""
+
+
+def test_a_merge_without_memory_ends_the_process_and_loses_nothing(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """A6: closing a round runs out of memory."""
+    folder = tmp_path / "run"
+    begin(folder).close()
+    process = processes.coordinator(folder)
+    process.program = ("-c", SHORT_OF_MEMORY)
+    url = until(process.start().lines, "a start", process)[0]["url"]
+    until(lambda: healthy(url), "a start", process)
+    worker = FakeWorker(HttpClient(url, timeout=PATIENCE))
+    task = worker.joined()
+    payload = worker.payload(task)
+    worker.upload(task, payload)
+    sent = worker.submission(task, payload)
+    with suppress(Refused, Unreachable):  # it may end before its answer
+        worker.client.submit(sent)
+    until(lambda: not process.alive, "its end")
+    assert process.running is not None and process.running.returncode == 2
+    said = " ".join(process.errors().split())
+    assert "a round could not be closed (MemoryError" in said
+    assert "start the coordinator again" in said
+    (recorded,) = ledger_updates(folder)
+    process.program = ("-m", "blocktrain")
+    url = until(process.start().lines, "a new start", process)[0]["url"]
+    until(lambda: healthy(url), "a recovery", process)
+    worker.client = HttpClient(url, timeout=PATIENCE)
+    worker.join()
+    assert worker.client.submit(sent).receipt.entry == recorded
+    until(lambda: worker.client.status().rounds == 1, "its version", process)
     assert process.end(signal.SIGINT) == 0, process.errors()
     assert audit(open_folder(folder)).ok
 

@@ -27,7 +27,7 @@ import trustme
 
 from blocktrain.config import make_config
 from blocktrain.footprint import worker_memory
-from blocktrain.terminal import amount
+from blocktrain.units import amount
 from blocktrain.watch.server import Listen, serve_coordinator
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.doctor import diagnosis, doctor, probes

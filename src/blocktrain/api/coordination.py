@@ -24,7 +24,7 @@ from blocktrain.coordinator.policy import Policy
 from blocktrain.protocol.status import Status
 from blocktrain.watch.feed import Listener
 
-SCORING = ("score_bytes", "score_seconds")
+BESIDE = ("score_bytes", "score_seconds", "disk_limit", "worker_disk_limit")
 POLL_SECONDS = 0.2
 
 
@@ -44,7 +44,8 @@ class CoordinatedRun:
         flags: CoordinatorFlags,
     ) -> None:
         request = read_request(config, begin, *named, out)
-        self._running = RunningCoordinator(out or new_run_folder(request.data), where)
+        folder = out or new_run_folder(request.data)
+        self._running = RunningCoordinator(folder, where, flags.limits())
         try:
             if config or begin.data or any(named):
                 self._running.require(request)
@@ -114,7 +115,7 @@ def coordinate(
     """Start a run, or go on with the one in `out`. Options are the flags of the command."""
     settings: dict[str, Any] = {"listen": "127.0.0.1:0", **options}
     where = take_flags(ListenFlags, settings)
-    scoring = {name: settings.pop(name) for name in SCORING if name in settings}
+    scoring = {name: settings.pop(name) for name in BESIDE if name in settings}
     begin, config = take_begin(data, settings)
     policy = {name: settings.pop(name) for name in Policy.model_fields if name in settings}
     return CoordinatedRun(

@@ -119,6 +119,9 @@ class CoordinateOptions(BeginOptions, total=False):
     chunk_bytes: int
     first_deadline: float
     exclusive: bool
+    keep_versions: int
+    disk_limit: str
+    worker_disk_limit: str
 
 
 class ServeOptions(TypedDict, total=False):

@@ -23,7 +23,6 @@ from blocktrain.audit.evidence import (
     RunRecord,
     Totals,
     check_manifest,
-    read_verified,
     require_protocol,
 )
 from blocktrain.audit.recompute import (
@@ -44,6 +43,7 @@ from blocktrain.audit.rules import (
     usual_of,
 )
 from blocktrain.audit.shares import capped_shares, plain_shares
+from blocktrain.audit.versions import EvidenceReader, unreadable
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
@@ -77,6 +77,11 @@ class _Published:
     residual: Blob | None = None
     tokens: int = 0
     norms: tuple[float, ...] = ()
+    received: int = 0  # bytes of updates since the last delta that was complete
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(filter(None, (self.weights, self.momentum, self.residual)))
 
 
 def audit(
@@ -101,7 +106,7 @@ def audit(
 
         updates = list(auditor.updates.values())
         retrained, differences = replay.retrain(
-            auditor.run, auditor.joins, updates, lambda blob: read_verified(source, blob), progress
+            auditor.run, auditor.joins, updates, auditor.read, progress
         )
     return Audit(
         run=auditor.run.run if auditor.run else "",
@@ -147,6 +152,9 @@ class Auditor:
         default_factory=dict
     )  # by block: the entry of its newest version
     totals: Totals = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.read = EvidenceReader(self.source)
 
     def report(self, name: CheckName, entry: int, sentence: str) -> None:
         self.findings.append(Finding(name, entry, sentence))
@@ -212,6 +220,7 @@ class Auditor:
     def _run(self, entry: ledger.LedgerEntry) -> None:
         run = read_body(RunBody, entry)
         self.run = run
+        self.read.blocks = len(run.blocks)
         self.chains = {b.block: [_Published(b.weights)] for b in run.blocks if b.version == 0}
         try:
             self.config = make_config(dict(run.config))
@@ -349,13 +358,16 @@ class Auditor:
         if not chain or version.version != len(chain) or version.parent != chain[-1].weights.sha256:
             self.report("sequence", entry.seq, f"{name} does not follow version {len(chain) - 1}")
         self.closed[version.block] = entry.seq
+        self.read.follow(version.step)
         parts = self._settle(entry, version, version.parts)
         try:
             if chain and len(parts) == len(version.parts):
                 self._shares(entry, version, parts, name)
                 self._weights(entry, version, parts, name)
         finally:
+            received = 0 if version.complete or not chain else chain[-1].received
             for _, update in parts:
+                received += 0 if version.complete else update.submission.payload_length
                 count, tokens = self.totals.get(update.submission.worker, (0, 0))
                 self.totals[update.submission.worker] = count + 1, tokens + update.tokens
             chain.append(
@@ -365,6 +377,7 @@ class Auditor:
                     version.residual,
                     version.tokens,
                     version.norms,
+                    received,
                 )
             )
 
@@ -414,8 +427,8 @@ class Auditor:
         if payload is None or not self._defended or self.config is None:
             return
         newest = self.chains[closed.block][-1].weights
-        current = tensors.unpack(read_verified(self.source, newest))
-        base = tensors.unpack(read_verified(self.source, update.order.weights))
+        current = tensors.unpack(self.read(newest))
+        base = tensors.unpack(self.read(update.order.weights))
         schema = tensors.schema_of(current)
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
@@ -427,9 +440,7 @@ class Auditor:
     def _payload(self, seq: int, update: UpdateBody) -> bytes | None:
         s = update.submission
         try:
-            return read_verified(
-                self.source, Blob(sha256=s.payload_sha256, length=s.payload_length)
-            )
+            return self.read(Blob(sha256=s.payload_sha256, length=s.payload_length))
         except Damaged as error:
             self.report(
                 "payload",
@@ -496,7 +507,7 @@ class Auditor:
         name: str,
     ) -> None:
         before = self.chains[version.block][-1]
-        current = tensors.unpack(read_verified(self.source, before.weights))
+        current = tensors.unpack(self.read(before.weights))
         schema, average = tensors.schema_of(current), self._average(entry, version, parts, current)
         if average is None:
             return
@@ -505,13 +516,11 @@ class Auditor:
             self.report("weights", entry.seq, f"{name} is made of no update")
             return
         buffer = (
-            None
-            if before.momentum is None
-            else tensors.unpack(read_verified(self.source, before.momentum), schema)
+            None if before.momentum is None else tensors.unpack(self.read(before.momentum), schema)
         )
         target, momentum = outer_step(current, mean, buffer, version)
         weights, problems = check_delta(
-            self.source,
+            self.read,
             version,
             VersionChange(
                 self.run.version_compression if self.run else "none",
@@ -519,6 +528,7 @@ class Auditor:
                 target,
                 before.residual,
                 [update for _, update in parts],
+                before.received,
             ),
         )
         for check, sentence in problems:
@@ -527,6 +537,7 @@ class Auditor:
             self.report(
                 "weights", entry.seq, f"{name} recomputes to other weights than were published"
             )
+        self.read.keep(momentum and narrow(momentum))
         if (momentum and name_of(narrow(momentum))) != version.momentum:
             self.report(
                 "momentum",
@@ -541,7 +552,7 @@ class Auditor:
                 f"{name} was clipped, or its outer step made, otherwise than the run's rules say",
             )
         for blob in filter(None, (version.weights, version.momentum, version.residual)):
-            read_verified(self.source, blob)
+            self.read(blob)
 
     def _average(
         self,
@@ -559,11 +570,7 @@ class Auditor:
                 return None
             opened = compression.open_update(payload, schema, method=update.order.compression)
             late = opened.absolute and update.order.base != version.version - 1
-            base = (
-                tensors.unpack(read_verified(self.source, update.order.weights), schema)
-                if late
-                else None
-            )
+            base = tensors.unpack(self.read(update.order.weights), schema) if late else None
             proposed, norm = propose(current, opened, base, part.scale)
             if self._defended and self.config is not None:
                 bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
@@ -578,6 +585,11 @@ class Auditor:
         """The checks that need the whole ledger."""
         if self.run is None:
             self.report("run", 0, "the ledger does not begin with a run")
+        for index, chain in self.chains.items():
+            seq = self.closed.get(index, 1)
+            known = any((f.name, f.entry) == ("blob", seq) for f in self.findings)
+            for sentence in () if known else unreadable(self.source, chain[-1].blobs):
+                self.report("blob", seq, f"the newest version of block {index}: {sentence}")
         for name, (seq, update) in self.updates.items():
             if name not in self.settled:
                 lost = seq < self.closed.get(update.order.block, 0)

@@ -226,6 +226,11 @@ def open_folder(path: Path) -> EvidenceSource:
 def read_verified(source: EvidenceSource, blob: Blob) -> bytes:
     """The bytes, after their hash has been checked."""
     content = source.blob(blob)
+    require_bytes(content, blob)
+    return content
+
+
+def require_bytes(content: bytes, blob: Blob) -> None:
+    """Damaged, unless these are the bytes of the name."""
     if len(content) != blob.length or hashlib.sha256(content).hexdigest() != blob.sha256:
         raise Damaged(f"the blob {blob.sha256} does not hold the {blob.length} bytes of its name")
-    return content

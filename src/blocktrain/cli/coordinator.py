@@ -47,10 +47,12 @@ from blocktrain.config import (
     read_new_settings,
     read_origin,
 )
+from blocktrain.coordinator.limits.quotas import DiskLimits
 from blocktrain.coordinator.policy import Policy, make_policy, policy_for_size
 from blocktrain.errors import ConfigError
 from blocktrain.files import write_atomic
 from blocktrain.serving.line.address import is_loopback, parse_address
+from blocktrain.units import parse_bytes
 
 if TYPE_CHECKING:
     from blocktrain.watch.feed import Listener
@@ -109,6 +111,25 @@ class CoordinatorFlags:
     score_bytes: ScoreBytes = 65536
     score_seconds: ScoreSeconds = SCORE_SECONDS
     track: Track = ()
+    disk_limit: Annotated[
+        str,
+        Parameter(
+            help="How much the run may have in its folder, for example 200GB (without the corpus). "
+            "Beyond that it takes no updates until you start it again with more. By default "
+            "until little is left on the disk."
+        ),
+    ] = ""
+    worker_disk_limit: Annotated[
+        str,
+        Parameter(
+            help="How much of one worker may be there that no round has taken yet. By default "
+            "eight of the longest updates of the model (without limit if --undefended)."
+        ),
+    ] = ""
+
+    def limits(self) -> DiskLimits:
+        texts = (self.disk_limit, self.worker_disk_limit)
+        return DiskLimits(*(parse_bytes(text) if text else None for text in texts))
 
 
 class RunRequest(NamedTuple):
@@ -149,11 +170,12 @@ def coordinator(
     request = read_request(config, begin, *named, out)
     folder = out or new_run_folder(request.data)
     flags = flags or CoordinatorFlags()
+    limits = flags.limits()
     if flags.track:
         from blocktrain.watch.trackers import require_trackers
 
         require_trackers(flags.track)  # before a folder is made
-    with RunningCoordinator(folder, where) as running:
+    with RunningCoordinator(folder, where, limits) as running:
         if config or begin.data or any(named):
             running.require(request)
         _announce(running.commands, json_)
@@ -163,13 +185,14 @@ def coordinator(
 class RunningCoordinator:
     """A coordinator that answers in threads of this process, as long as its `with` block lasts."""
 
-    def __init__(self, folder: Path, where: ListenFlags) -> None:
+    def __init__(self, folder: Path, where: ListenFlags, limits: DiskLimits | None = None) -> None:
         from blocktrain.watch.server import open_coordinator
 
         self.folder = folder
         self._existed = folder.exists()
         self._was_empty = not self._existed or (folder.is_dir() and not any(folder.iterdir()))
         self.coordinator = open_coordinator(folder)
+        self.coordinator.run.quotas.limits = limits or DiskLimits()
         try:
             self.server = self._bind(where)
         except BaseException:
@@ -462,7 +485,8 @@ class EventLines:
 
 def _line(event: dict[str, Any]) -> str:
     """A worker, a version or a score in one line."""
-    from blocktrain.terminal import amount, score_line
+    from blocktrain.terminal import score_line
+    from blocktrain.units import amount
 
     if event["kind"] == "worker":
         device = f" ({event['device']})" if event["state"] == "joined" else ""

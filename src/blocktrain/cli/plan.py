@@ -23,7 +23,7 @@ from blocktrain.runs.plan import (
     make_plan,
 )
 from blocktrain.shapes import model_parameters
-from blocktrain.terminal import amount
+from blocktrain.units import amount
 
 EXAMPLES = ("cpu", "rtx3060", "rtx4090", "a100", "h100")  # shown when there is no fleet
 

@@ -15,7 +15,8 @@ from rich.text import Text
 from blocktrain.errors import Unreachable
 from blocktrain.protocol.calls import Calls
 from blocktrain.protocol.status import BlockStatus, Status, WorkerStatus
-from blocktrain.terminal import amount, console
+from blocktrain.terminal import console
+from blocktrain.units import amount
 
 WATCH_SECONDS = 2.0
 ID_LETTERS = 8  # of a worker's id: enough for `kick`
@@ -120,6 +121,11 @@ class StatusView:
                 f"{amount(each)} in and out for each update (corpus aside), {share:.3f} of float32 "
                 "both ways"
             )
+        disk = status.disk
+        yield f"disk: {amount(disk.used)}" + (f" of {amount(disk.limit)}" if disk.limit else "")
+        if disk.problem:
+            yield f"no updates are taken: {disk.problem}"
+        yield from (notice.sentence for notice in status.notices)
         if status.parent:
             yield status.parent.sentence
         for worker in status.workers:

@@ -18,11 +18,12 @@ from blocktrain.coordinator import state
 from blocktrain.coordinator.assignment import assign
 from blocktrain.coordinator.checks import Retrainer
 from blocktrain.coordinator.closing import RoundCloser
+from blocktrain.coordinator.limits.members import MOST_MEMBERS
 from blocktrain.coordinator.merging.judge import Judge
 from blocktrain.coordinator.policy import Policy
 from blocktrain.coordinator.run import Observer, TrainingRun, note
 from blocktrain.coordinator.updates import UpdateIntake, payload_limit
-from blocktrain.errors import Conflict
+from blocktrain.errors import Conflict, Damaged
 from blocktrain.protocol import ledger as facts
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.identity import Identity, verify, worker_id
@@ -138,6 +139,8 @@ class Coordinator:
             name = worker_id(message.public_key)
             now = self._clock.monotonic()
             old = run.state.workers.get(name)
+            if old is None:
+                self._require_place(now)
             if old is not None and old.kicked:
                 raise Refused(Code.KICKED)
             worker = replace(old or self._returning(name, now), seen=now)
@@ -168,6 +171,14 @@ class Coordinator:
                 corpus=run.facts.corpus,
                 next=self._next(now, name, message.held),
             )
+
+    def _require_place(self, now: float) -> None:
+        """Where too many are present, those that are silent make room."""
+        run = self.run
+        if len(run.state.workers) >= MOST_MEMBERS:
+            run.forget_gone(now, run.options.alive)
+        if len(run.state.workers) >= MOST_MEMBERS:
+            raise Refused(Code.BUSY, f"{MOST_MEMBERS} workers are here")
 
     def _returning(self, name: str, now: float) -> state.WorkerState:
         """A worker that is new to this process, with what was measured of it before it left."""
@@ -270,14 +281,15 @@ class Coordinator:
                     f"a payload here has at most {cap.length} bytes",
                 )
             require_hash(content, digest, f"chunk {index}")
+            run.quotas.require_room(run.state, lease, index, len(content))
         # Without the lock: a slow disk must not stop the others.
-        run.store.blobs.put_chunk(task, lease.fence, index, content)
+        run.quotas.uploads.put((task, lease.fence), index, content)
         with self._lock_run() as run:
             run.count_bytes(lease.block, lease.worker, bytes_in=len(content))
             try:
                 return self._upload_state(self._check_ticket(task, ticket))
             except Refused:  # the lease ended while the chunk was written
-                run.store.blobs.drop_chunks(task, lease.fence)
+                run.quotas.uploads.drop((task, lease.fence))
                 raise
 
     def submit(self, message: m.Submission) -> m.SubmitReply:
@@ -302,14 +314,25 @@ class Coordinator:
     def blob(self, name: str, start: int = 0, worker: str = "") -> Iterator[bytes]:
         """The bytes of a public blob, from `start` on."""
         block = self._public_blob(name)
-        for piece in self.run.store.blobs.pieces(name, start):
-            self.run.count_bytes(block, worker, bytes_out=len(piece))
-            yield piece
+        with self._reading(name):
+            for piece in self.run.store.blobs.pieces(name, start):
+                self.run.count_bytes(block, worker, bytes_out=len(piece))
+                yield piece
 
     def blob_size(self, name: str) -> int:
         """Length of a public blob."""
         self._public_blob(name)
-        return self.run.store.blobs.size(name)
+        with self._reading(name):
+            return self.run.store.blobs.size(name)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """What is removed meanwhile is not found; it is not damaged."""
+        try:
+            yield
+        except Damaged:
+            self._public_blob(name)
+            raise
 
     def _public_blob(self, name: str) -> int:
         """The block that a public blob belongs to. One of the corpus is known to be intact."""
@@ -406,6 +429,9 @@ class Coordinator:
             return m.Wait(seconds=0.0, code="finished", reason=decision.reason)
         if isinstance(decision, state.Postpone):
             return m.Wait(seconds=decision.seconds, code="no_work", reason=decision.reason)
+        if not decision.resumed and (problem := run.quotas.use.problem):
+            reason = f"the run has stopped taking updates: {problem}"
+            return m.Wait(seconds=run.options.poll, code="no_work", reason=reason)
         steps = run.corpus.most_steps(decision.lease.block, *decision.lease.batches)
         lease = replace(decision.lease, steps=steps)
         decision = replace(decision, lease=lease)

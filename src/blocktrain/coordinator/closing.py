@@ -192,6 +192,7 @@ class RoundCloser:
                 frozenset(name for name, (s, _) in waiting.items() if s.payload_sha256 in known),
                 dict(run.history.differing),
                 self._judge,
+                run.history.received.get(action.block, 0),
             )
         method = run.policy.version_compression
         made = self._merger.submit(merge_round, run.store, round_, method).result()

@@ -8,16 +8,18 @@ A restart, and the audit, read the same from the ledger.
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from blocktrain.coordinator.limits.retention import BlockRetention
 from blocktrain.protocol import ledger
 from blocktrain.protocol import messages as m
 
 Body = dict[str, Any]  # of a ledger entry
 
+ENTRY_BYTES = 600  # about what the database keeps of an entry, besides its body
 PROBATION = 3  # merged updates before a member is no newcomer any more
 BARRED_AFTER = 2  # updates in a row that were left out for what they held
 LONGEST_BAR = 6  # a member sits out at most 2 ** this many rounds
@@ -144,6 +146,11 @@ class RunHistory:
     """Updates that wait for their merge and do not follow from their tasks, and why."""
     deltas: dict[int, deque[m.VersionDelta]] = field(default_factory=dict)
     """By block: how its last versions follow from each other."""
+    received: dict[int, int] = field(default_factory=dict)
+    """By block: bytes of merged updates since its last delta that was complete."""
+    waiting_bytes: Counter[str] = field(default_factory=Counter)  # by worker
+    recorded: int = 0  # bytes of entries, updates and deltas
+    retention: dict[int, BlockRetention] = field(default_factory=dict)  # by block
     devices: dict[str, str] = field(default_factory=dict)  # by worker
     blocks: dict[int, UpdateCounts] = field(default_factory=dict)
     workers: dict[str, UpdateCounts] = field(default_factory=dict)
@@ -164,6 +171,7 @@ class RunHistory:
     def follow(self, entry: ledger.LedgerEntry) -> Body:
         """Take one more entry into account; its body."""
         self.head = entry
+        self.recorded += len(entry.body) + ENTRY_BYTES
         body: Body = json.loads(entry.body)
         if (take := getattr(self, f"_{entry.kind}", None)) is not None:
             take(body)
@@ -193,6 +201,8 @@ class RunHistory:
         self.waiting[submission.update] = (submission, order)
         tasks = self.tasks.setdefault(submission.worker, deque(maxlen=LONGEST_CHAIN))
         tasks.append((submission.task, self.head.seq if self.head else 0))
+        self.waiting_bytes[submission.worker] += submission.payload_length
+        self.recorded += submission.payload_length
         self._stand(submission.worker, Standing.after_update)
         self.float32_bytes += order.weights.length
         for counts in (
@@ -210,7 +220,11 @@ class RunHistory:
         for part in ("weights", "momentum", "delta", "residual"):
             if body[part] is not None:
                 self.public[body[part]["sha256"]] = block
+        self.retention.setdefault(block, BlockRetention()).add(body)
         if body["delta"] is not None:
+            sent = {submission.payload_sha256 for submission, _ in self.waiting.values()}
+            own = body["delta"]["sha256"] in sent
+            self.recorded += 0 if own else body["delta"]["length"]
             self.deltas.setdefault(block, deque(maxlen=m.MAX_CHAIN)).append(
                 m.VersionDelta(
                     block=block,
@@ -227,12 +241,15 @@ class RunHistory:
             for worker in tuple(self.barred):
                 self._stand(worker, Standing.after_version, block)
         self._remember(block, [*(part["update"] for part in body["parts"]), *body["dropped"]])
+        received = self.received.get(block, 0) if body.get("complete") is False else None
         shares: dict[str, float] = {}
         for part in body["parts"]:
             submission = self._settle(block, part["update"])
+            received = None if received is None else received + submission.payload_length
             self._stand(submission.worker, Standing.after_merge, submission.steps)
             shares[submission.worker] = shares.get(submission.worker, 0.0) + part["share"]
         self.shares |= shares
+        self.received[block] = received or 0
         self._drop(block, body["dropped"])
 
     def _round(self, body: Body) -> None:
@@ -283,9 +300,44 @@ class RunHistory:
     def _settle(self, block: int, update: str) -> m.Submission:
         """Payloads can be read once their round is closed, when copying them is of no use."""
         submission, _ = self.waiting.pop(update)
+        self.waiting_bytes[submission.worker] -= submission.payload_length
+        self.waiting_bytes += Counter()  # removes those that are zero
         self.public[submission.payload_sha256] = block
         self.differing.pop(update, None)
         return submission
+
+    def retire(self, block: int, newest: int, held: Iterable[str]) -> set[str]:
+        """Blobs of a block's older versions that nobody needs any more: they are not public now.
+
+        What updates or tasks start from or read is needed, and so is what is `held`.
+        """
+        orders = (*self.orders.values(), *(order for _, order in self.waiting.values()))
+        pins = [*(pin for order in orders for pin in order.versions)]
+        pins += [pin for features in self.features.values() for pin in features]
+        needed = {pin.weights.sha256 for pin in pins}
+        retired = self.retention[block].retire(newest, needed.union(held))
+        for name in retired:
+            self.public.pop(name, None)
+        return retired
+
+    @property
+    def stored(self) -> int:
+        """Bytes that the run has made and keeps: without the corpus and open uploads."""
+        return self.recorded + sum(block.bytes for block in self.retention.values())
+
+    def delivered(self) -> set[str]:
+        """Workers with an accepted update."""
+        return {worker for worker, counts in self.workers.items() if counts.accepted}
+
+    def forget_workers(self, gone: Iterable[str]) -> None:
+        """Members that never delivered. What a fault has cost them stays."""
+        for worker in gone:
+            self.devices.pop(worker, None)
+            self.workers.pop(worker, None)
+            self._held.pop(worker, None)
+            if (standing := self.standings.get(worker)) and not standing.faults:
+                del self.standings[worker]
+                self.restood = True
 
     def forget_orders(self, open_tasks: Mapping[int, Any]) -> None:
         for task in [t for t in self.orders if t not in open_tasks]:

@@ -59,7 +59,13 @@ _UNPROVEN = (  # raised before the signature is checked: no worker is blamed
     Code.WRONG_PROTOCOL,
     Code.BUSY,
 )
-_RETRY = (Code.BUSY, Code.TOO_MANY_REQUESTS, Code.STORAGE_FAILED)
+_RETRY = (
+    Code.BUSY,
+    Code.TOO_MANY_REQUESTS,
+    Code.STORAGE_FAILED,
+    Code.OVER_QUOTA,
+    Code.DISK_LIMIT,
+)
 
 CountRequest = Callable[[str, str, int, float], None]
 """(method, path, status, seconds) of an answer."""

@@ -23,6 +23,7 @@ CLIP_BY_STEPS = 2.0
 24 and 64 steps side by side over a whole schedule, AdamW and Muon. Without regard to their steps
 they came to 4.7."""
 EARLIER_RULES: dict[str, Any] = {
+    "keep_versions": 0,
     "undefended": True,
     "alike": None,
     "clip_by_steps": None,
@@ -89,6 +90,9 @@ class Policy(BaseModel):
     alike: float | None = Field(default=ALIKE, gt=0, le=1)
     """Cosine with another worker's update from which on an update counts as its copy, and is left
     out."""
+    keep_versions: int = Field(default=12, ge=0, le=1000)
+    """Newest versions of a block that stay as whole weights, so that the last tasks can be trained
+    again. Older ones follow from deltas. 0: all stay."""
     chunk_bytes: int = Field(default=CHUNK_BYTES, ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
     """Size of the pieces in which updates are uploaded."""
     first_deadline: float = Field(default=60.0, gt=0, le=86400)

@@ -12,6 +12,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from blocktrain.config import Config, make_config
 from blocktrain.coordinator import state
 from blocktrain.coordinator.corpus import RunCorpus, store_corpus
 from blocktrain.coordinator.history import Body, RunHistory, UpdateCounts
+from blocktrain.coordinator.limits.members import GONE_SECONDS, forget_gone, strangers
+from blocktrain.coordinator.limits.quotas import DiskQuotas
 from blocktrain.coordinator.merging.merge import MergeOptions
 from blocktrain.coordinator.policy import EARLIER_RULES, Policy, make_policy
 from blocktrain.coordinator.recovery import recover_state
@@ -88,10 +91,12 @@ class TrainingRun:
         self.state = state.RunState()  # replaced as a whole: reading it needs no lock
         self.history = RunHistory()
         self.traffic = TrafficCounter()
-        self.known: dict[str, WorkerRecord] = {}  # everyone who has ever joined
+        self.quotas = DiskQuotas(store.blobs, self.history)
+        self.known: dict[str, WorkerRecord] = {}  # all members that are not forgotten
         self.schemas: dict[int, Schema] = {}  # by block
         self.progress: dict[str, m.Heartbeat] = {}  # by worker: its last one
         self.refusals: Counter[str] = Counter()  # by code, of this process alone
+        self.held: tuple[str, ...] = ()  # weights that somebody outside of the run reads now
         self.reason = ""  # what the last decisions were, or what is waited for
         self.ready = self._opened = self._started = False
         self.began = self._last_flush = clock.monotonic()
@@ -168,10 +173,15 @@ class TrainingRun:
         self.state = replace(recovered, stopping=self.history.finished)
         self._look_at_standings()
         self.known = {worker.id: worker for worker in self.store.workers()}
+        self.history.forget_workers(self.history.devices.keys() - self.known.keys())
         self.history.forget_orders(self.state.leases)
+        for index in self.history.retention:
+            self._retire(index)  # also what a crash has left
         leases = self.state.leases.values()
-        self.store.blobs.keep_uploads({(lease.task, lease.fence) for lease in leases})
-        self.traffic.begin(self.store.byte_counts())
+        self.quotas.uploads.keep({(x.task, x.fence) for x in leases}, self.policy.chunk_bytes)
+        defended = self.options.defences
+        self.quotas.begin(self.schemas.values(), self.policy.compression, defended=defended)
+        self.traffic.begin(self.store.byte_counts(), self.known)
         self.ready = self._opened = True
 
     def _first_features(self, index: int) -> tuple[m.BlockVersion, ...]:
@@ -332,11 +342,13 @@ class TrainingRun:
         notes: Sequence[Note] = (),
         dropped: Mapping[str, str] | None = None,
         nonces: Sequence[NonceRecord] = (),
+        gone: Sequence[str] = (),
     ) -> None:
         """Commit the way to a new state, with ledger entries. Then it is the state."""
         entries = self._link(notes)
         changes = self._changes(after)
-        changes = replace(changes, entries=entries, dropped=dropped or {}, nonces=nonces)
+        changes = replace(changes, entries=entries, dropped=dropped or {})
+        changes = replace(changes, nonces=nonces, gone=gone)
         if changes:
             self.store.save(changes)
         self._advance(after, changes, entries)
@@ -374,6 +386,15 @@ class TrainingRun:
         entry = self._publish(record, body, applied, changes)
         self._newest[record.block] = record
         self._advance(after, changes, (entry,))
+        self._retire(record.block)
+
+    def _retire(self, index: int) -> None:
+        """Remove what nobody needs of a block's older versions."""
+        if not self.policy.keep_versions:
+            return
+        for name in sorted(self.history.retire(index, self.policy.keep_versions, self.held)):
+            with suppress(OSError):  # the next start tries again
+                self.store.blobs.delete(name)
 
     def _publish(
         self, record: VersionRecord, body: Body, applied: Sequence[str], changes: Changes
@@ -427,8 +448,8 @@ class TrainingRun:
         sentence: str = "",
     ) -> None:
         """What was just committed is known from now on."""
-        for task, fence in state.abandoned_uploads(self.state, after):
-            self.store.blobs.drop_chunks(task, fence)
+        for upload in state.abandoned_uploads(self.state, after):
+            self.quotas.uploads.drop(upload)
         self.state = after
         self.traffic.settle()
         self.known.update((worker.id, worker) for worker in changes.workers)
@@ -460,6 +481,7 @@ class TrainingRun:
         Otherwise a restart would grant that time again.
         """
         self._last_flush = now
+        self.quotas.look()
         out = [lease for lease in self.state.leases.values() if not lease.expired]
         rounds = [
             state.round_record(now, index, block)
@@ -475,6 +497,22 @@ class TrainingRun:
         if now - self._last_prune > PRUNE_SECONDS:
             self._last_prune = now
             self.store.forget_nonces(self.clock.time() - NONCE_SECONDS)
+            self.forget_gone(now, GONE_SECONDS)
+
+    def forget_gone(self, now: float, patience: float) -> None:
+        """Members that were silent for so long are absent; strangers among them are forgotten."""
+        after = forget_gone(now, self.state, self.options, patience)
+        gone = strangers(after, self.known, self.history.delivered())
+        if after is self.state and not gone:
+            return
+        self.save(after, gone=sorted(gone))
+        self.history.forget_workers(gone)
+        self.traffic.forget(gone)
+        for worker in gone:
+            del self.known[worker]
+        absent = self.progress.keys() - after.workers.keys()
+        self.progress = {k: v for k, v in self.progress.items() if k not in absent}
+        self._look_at_standings()
 
 
 def note(kind: str, content: m.Message, **more: Any) -> Note:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from blocktrain.store.contract import ByteCount
 
@@ -24,11 +24,19 @@ class TrafficCounter:
         self.total = NO_TRAFFIC
         self.training = 0  # in and out, of known workers, corpus aside
 
-    def begin(self, committed: Iterable[ByteCount]) -> None:
-        """Continue from what was counted before."""
+    def begin(self, committed: Iterable[ByteCount], known: Container[str]) -> None:
+        """Continue from what was counted before, by worker where that is known."""
         with self._mutex:
             for count in committed:
                 self._sum(count)
+        self.forget([worker for worker in self.by_worker if worker not in known])
+
+    def forget(self, workers: Iterable[str]) -> None:
+        """From now on their bytes are nobody's."""
+        with self._mutex:
+            for worker in workers:
+                came, went = self.by_worker.pop(worker, NO_TRAFFIC)
+                self.by_worker[""] = _plus(self.by_worker[""], ByteCount(0, "", came, went))
 
     def add(self, count: ByteCount) -> None:
         with self._mutex:

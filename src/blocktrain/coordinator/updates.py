@@ -99,6 +99,7 @@ class UpdateIntake:
             raise Refused(
                 Code.TOO_LARGE, f"a payload of {message.payload_length} bytes, {limit} are allowed"
             )
+        run.quotas.require_disk()
         plan = message.plan(run.policy.chunk_bytes)
         have = blobs.chunks(message.task, message.fence)
         if missing := plan.missing(have):
@@ -108,7 +109,7 @@ class UpdateIntake:
         try:
             blobs.assemble(message.task, message.fence, chunks, message.payload_sha256)
         except Conflict as error:
-            blobs.drop_chunks(message.task, message.fence)
+            run.quotas.uploads.drop((message.task, message.fence))
             raise Refused(Code.HASH_MISMATCH, str(error)) from None
 
     def _take_in(self, message: m.Submission) -> bytes:
@@ -127,7 +128,7 @@ class UpdateIntake:
                 run.store.require_open()
                 receipt = self._record(message, self._judge(message))
                 self._closer.checks.consider(message.update)
-            run.store.blobs.drop_chunks(message.task, message.fence)
+            run.quotas.uploads.drop((message.task, message.fence))
             return receipt
         except Refused:
             with run.lock:
@@ -212,7 +213,7 @@ class UpdateIntake:
     def _discard(self, message: m.Submission) -> None:
         """Nothing of a refused payload stays, unless the same bytes belong to another update."""
         run, name = self._run, message.payload_sha256
-        run.store.blobs.drop_chunks(message.task, message.fence)
+        run.quotas.uploads.drop((message.task, message.fence))
         waiting = (submission for submission, _ in run.history.waiting.values())
         used = name in run.history.public or any(s.payload_sha256 == name for s in waiting)
         if not used and self.in_flight[name] == 1:

@@ -99,6 +99,19 @@ class StandingChanged(RunEvent):
     reason: str = ""
 
 
+Attempt = Literal["share", "stage", "harm", "hold", "disk"]
+"""To hold more than one may; to be a stage without the key; an update that was left out for what it
+holds; tasks that are only taken; and that the disk allows no more updates."""
+
+
+class MemberNoticed(RunEvent):
+    """Somebody tries to get more than its share. At most one a minute for each member and kind."""
+
+    attempt: Attempt = "share"
+    worker: str = ""
+    sentence: str = ""
+
+
 class RoundChanged(RunEvent):
     """A round that made no version, or a lease of it that expired."""
 
@@ -193,6 +206,7 @@ KINDS: dict[str, type[RunEvent]] = {
     "update": UpdateAccepted,
     "refused": RequestRefused,
     "standing": StandingChanged,
+    "notice": MemberNoticed,
     "round": RoundChanged,
     "version": VersionPublished,
     "score": VersionsScored,

@@ -302,6 +302,8 @@ class VersionBody(VersionFacts, Evidence):
     applied: tuple[Sha256, ...]
     tokens: Count
     norms: tuple[float, ...]
+    complete: bool = True
+    """Whether the parent's residual is part of the delta. Else it is part of this residual."""
 
 
 class RoundBody(RoundFacts, Evidence):

@@ -48,6 +48,8 @@ class Code(StrEnum):
     HASH_MISMATCH = "hash_mismatch"
     WRONG_SHAPE = "wrong_shape"
     NOT_FINITE = "not_finite"
+    OVER_QUOTA = "over_quota"
+    DISK_LIMIT = "disk_limit"
     BUSY = "busy"
     TOO_MANY_REQUESTS = "too_many_requests"
     STORAGE_FAILED = "storage_failed"
@@ -205,6 +207,18 @@ RULES: dict[Code, Rule] = {
         Then.NEXT,
         "a value is not finite or out of range;"
         " drop the optimizer state and start from the base weights",
+    ),
+    Code.OVER_QUOTA: Rule(
+        429,
+        Then.RETRY,
+        "a worker may not have more on the coordinator's disk; send the rest when a round has"
+        " taken what is there",
+    ),
+    Code.DISK_LIMIT: Rule(
+        503,
+        Then.RETRY,
+        "the coordinator takes no updates until its operator allows more or frees the disk;"
+        " keep the update and send it later",
     ),
     Code.BUSY: Rule(503, Then.RETRY, "the coordinator is busy; try again after a pause"),
     Code.TOO_MANY_REQUESTS: Rule(

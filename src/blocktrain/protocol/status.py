@@ -29,6 +29,7 @@ from blocktrain.protocol.messages import (
 from blocktrain.protocol.refusals import Code
 
 MAX_WORKERS = 4096  # that a status lists
+MAX_NOTICES = 8  # that a status lists
 
 
 class Traffic(Message):
@@ -100,6 +101,31 @@ class WorkerStatus(Traffic):
     """Updates that were trained again, and came out right."""
     share: Annotated[float, Field(ge=0)] = 0.0
     """Of the last version that it was part of."""
+    held: Count = 0
+    """Bytes on the coordinator's disk that no round has taken yet."""
+
+
+class DiskStatus(Message):
+    """What the run has on the coordinator's disk, without the corpus, and what it may have."""
+
+    used: Count = 0
+    limit: Count | None = None
+    """--disk-limit; None: until little is left."""
+    free: Count = 0
+    worker_limit: Count | None = None
+    """Of each worker, of what no round has taken yet."""
+    problem: Sentence = ""
+    """Why no updates are taken at the moment."""
+
+
+class NoticeStatus(Message):
+    """Somebody tried to get more than its share."""
+
+    attempt: Name
+    worker: Name
+    sentence: Sentence
+    time: Annotated[float, Field(ge=0)]
+    """In seconds since 1970."""
 
 
 class Status(Traffic):
@@ -129,6 +155,9 @@ class Status(Traffic):
     """Weights, deltas and updates of workers, in and out, without the corpus."""
     float32_bytes: Count = 0
     """What the same tasks and updates would have moved as whole float32 weights, both ways."""
+    notices: Annotated[tuple[NoticeStatus, ...], Field(max_length=MAX_NOTICES)] = ()
+    """The newest, oldest first."""
+    disk: DiskStatus = DiskStatus()
     refusals: dict[Code, Count] = Field(default_factory=dict)
     scores: dict[Name, LossValue] = Field(default_factory=dict)
     """Nats per token on the valid part by what was scored: block-1, pool, fused."""

@@ -17,7 +17,7 @@ from blocktrain.protocol.compression import METHODS, expected_payload, payload_c
 from blocktrain.protocol.tensors import DEFAULT_LIMITS, Spec, layout_bytes
 from blocktrain.runs.fleet import FleetMachine
 from blocktrain.shapes import block_parameters, block_shapes, flops_per_token, model_parameters
-from blocktrain.terminal import amount
+from blocktrain.units import amount
 
 SHARE_OF_PEAK = 0.35  # that training reaches, unless the fleet says a measured speed
 DAY = 86400.0

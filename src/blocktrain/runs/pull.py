@@ -41,6 +41,7 @@ from blocktrain.protocol.messages import (
     delta_path,
     write,
 )
+from blocktrain.protocol.refusals import Code, Refused
 from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 from blocktrain.runs.folder import (
@@ -125,13 +126,11 @@ def pull(
         progress(f"block {pin.block}: version {pin.version}")
         if (old := record.blocks.get(str(pin.block))) is not None:
             path = delta_path(pin.weights.sha256, deltas, old.weights.__eq__)
-            held = _present_weights(run, config, pin.block, old) if path else None
-            if held is not None and (made := _add_deltas(client, held, path or (), pin)):
-                return made
-        target = fetch(client, pin.weights, out / "state" / pin.weights.sha256)
-        content = target.read_bytes()
-        target.unlink()
-        return unpack(content)
+            shorter = path and sum(step.delta.length for step in path) < pin.weights.length
+            held = _present_weights(run, config, pin.block, old) if shorter else None
+            if held is not None:
+                return _add_deltas(client, held, path or (), pin)
+        return _fetch_weights(client, pin, deltas, out / "state")
 
     compose_run(run, config, model.versions.values(), fetch_weights, record.blocks)
     blocks = {
@@ -156,12 +155,36 @@ def _present_weights(
     return tensors if sha256(pack(tensors)) == known.weights else None
 
 
+def _fetch_weights(
+    client: Calls, pin: BlockVersion, deltas: Sequence[VersionDelta], folder: Path
+) -> Tensors:
+    """Whole weights; of a version that the run has moved on from, an older one and deltas."""
+
+    def fetched(name: str) -> bool:
+        try:
+            fetch(client, Blob(sha256=name, length=pin.weights.length), folder / name)
+        except Refused as error:
+            if error.code is not Code.NOT_FOUND:
+                raise
+            return False
+        return True
+
+    path = delta_path(pin.weights.sha256, deltas, fetched)
+    if path is None:
+        raise Damaged(
+            f"the coordinator has neither version {pin.version} of block {pin.block} nor what it "
+            "follows from; ask its operator to restore the folder from a backup"
+        )
+    file = folder / (path[0].parent if path else pin.weights.sha256)
+    tensors = unpack(file.read_bytes())
+    file.unlink()
+    return _add_deltas(client, tensors, path, pin) if path else tensors
+
+
 def _add_deltas(
     client: Calls, held: Tensors, path: Sequence[VersionDelta], pin: BlockVersion
-) -> Tensors | None:
-    """The weights of a version from an older one; None where whole weights are shorter."""
-    if sum(step.delta.length for step in path) >= pin.weights.length:
-        return None
+) -> Tensors:
+    """The weights of a version from an older one."""
     for step in path:
         held = add_delta(held, fetch_bytes(client, step.delta, pin.weights.length))
     if sha256(pack(held)) != pin.weights.sha256:

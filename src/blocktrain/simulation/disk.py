@@ -138,6 +138,9 @@ class SimulatedFiles:
             self._names[str(folder.parent)][folder.name] = Inode(None)
         self._names[str(folder)] = {}
 
+    def free(self, folder: Path) -> int:
+        return 1 << 50
+
     def delete_tree(self, folder: Path) -> None:
         names = self._names.get(str(folder))
         if names is None:

@@ -197,6 +197,12 @@ class FolderBlobs(FolderBlobReader):
         self._files.delete(self._path(name))
         self._files.delete(self._linked / name)
 
+    def free(self) -> int:
+        try:
+            return self._files.free(self._names)
+        except OSError as error:
+            self._fail("see how much the disk has left", error)
+
     def put_chunk(self, task: int, fence: int, index: int, content: bytes) -> str:
         name, files = sha256(content), self._files
         folder = self._upload(task, fence)

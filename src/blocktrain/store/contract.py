@@ -169,6 +169,7 @@ class Changes:
     workers: Sequence[WorkerRecord] = ()
     counts: Sequence[ByteCount] = ()
     nonces: Sequence[NonceRecord] = ()
+    gone: Sequence[str] = ()  # workers to be forgotten
     entries: Sequence[LedgerEntry] = ()  # in order; the first one links to the head of the ledger
 
     def __bool__(self) -> bool:
@@ -238,6 +239,9 @@ class Blobs(BlobReader, Protocol):
 
     def delete(self, name: str) -> None:
         """Remove a blob that nothing refers to."""
+
+    def free(self) -> int:
+        """Bytes that the disk has left."""
 
     def put_chunk(self, task: int, fence: int, index: int, content: bytes) -> str:
         """Keep one chunk of an upload and give its sha256. It may be lost with the power."""
@@ -338,7 +342,7 @@ class Store(StoreReader, Protocol):
         """The newest entry of the ledger."""
 
     def workers(self) -> list[WorkerRecord]:
-        """Everyone who has ever joined, sorted by id."""
+        """Everyone who has joined and is not forgotten, sorted by id."""
 
     def byte_counts(self) -> list[ByteCount]:
         """Bytes in and out, per block and worker."""

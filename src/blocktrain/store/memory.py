@@ -39,6 +39,8 @@ from blocktrain.store.contract import (
     require_upload,
 )
 
+ENDLESS = 1 << 50  # bytes
+
 
 @dataclass
 class MemoryDisk:
@@ -122,6 +124,9 @@ class MemoryBlobs:
 
     def delete(self, name: str) -> None:
         self._blobs.pop(require_blob_name(name), None)
+
+    def free(self) -> int:
+        return ENDLESS
 
     def put_chunk(self, task: int, fence: int, index: int, content: bytes) -> str:
         with self._mutex:
@@ -385,6 +390,8 @@ class MemoryStore:
             del disk.waiting[name]
         disk.rounds.update((current.block, current) for current in changes.rounds)
         disk.workers.update((worker.id, worker) for worker in changes.workers)
+        for worker in changes.gone:
+            disk.workers.pop(worker, None)
         for count in changes.counts:
             key = (count.block, count.worker)
             old = disk.counts.get(key, ByteCount(*key))

@@ -225,6 +225,7 @@ FINISH_TASK = (
 PUT_ROUND = _upsert(rounds)
 END_ROUND = rounds.delete().where(rounds.c.block == sa.bindparam("block"))
 PUT_WORKER = _upsert(workers)
+FORGET_WORKER = workers.delete().where(workers.c.id == sa.bindparam("gone"))
 ADD_BYTES = _upsert(counters, "bytes_in", "bytes_out")
 PUT_NONCE = nonces.insert()
 

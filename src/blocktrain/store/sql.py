@@ -480,6 +480,7 @@ def _write_changes(db: Connection, changes: Changes) -> None:
         _run(db, schema.PUT_ROUND, {**vars(current), "extended": int(current.extended)})
     for worker in changes.workers:
         _run(db, schema.PUT_WORKER, {**vars(worker), "kicked": int(worker.kicked)})
+    _run_each(db, schema.FORGET_WORKER, ({"gone": worker} for worker in changes.gone))
     _run_each(db, schema.ADD_BYTES, map(vars, changes.counts))
     for used in changes.nonces:
         row = {"worker": used.worker, "nonce": used.nonce, "stamp": used.time}

@@ -23,10 +23,11 @@ from typing import IO, Any, NamedTuple
 
 from blocktrain.clock import Clock, SystemClock
 from blocktrain.protocol.events import KINDS
+from blocktrain.protocol.status import MAX_NOTICES
 
 EVENTS = "events.jsonl"  # in the coordinator's folder
 MAX_HISTORY = 5000  # events sent to a new listener; of frequent kinds only the newest
-FREQUENT = ("update", "task", "refused")
+FREQUENT = ("update", "task", "refused", "notice")
 MAX_BEHIND = 2000  # events that a listener may be behind
 _PIECE = 1 << 16  # bytes read at once from the end of a log
 _KIND = re.compile(r"[a-z]{1,20}\Z")
@@ -225,6 +226,7 @@ class Feed:
         self._last = 0
         self.drop_count = 0  # events that are not in the log
         self.problem = ""  # why, for people
+        self.notices: deque[dict[str, Any]] = deque(maxlen=MAX_NOTICES)  # the newest
         self.states: dict[str, str] = {}  # by worker: its last reported state
         self.scores: dict[str, float] = {}  # the newest, in nats per token
         self.bytes_per_token = 1.0
@@ -237,7 +239,7 @@ class Feed:
         try:
             self._log = EventLog(path)
             for event in self._history.scan():
-                if event.kind in ("worker", "score"):
+                if event.kind in ("worker", "score", "notice"):
                     # An edited log must not keep the run from starting.
                     with suppress(ValueError, TypeError, AttributeError, KeyError):
                         self._remember(event.value)
@@ -248,6 +250,8 @@ class Feed:
     def _remember(self, value: dict[str, Any]) -> None:
         if value["kind"] == "worker":
             self.states[value.get("worker", "")] = value.get("state", "")
+        elif value["kind"] == "notice":
+            self.notices.append(value)
         elif value["kind"] == "score":
             self.scores, self.scores_time = dict(value.get("scores", {})), float(value["time"])
             self.bytes_per_token = float(value.get("bytes_per_token", 1.0))

@@ -142,6 +142,18 @@ def _whole(status: Status) -> Iterator[Metric]:
         workers.add_metric((state,), counts[state])
     yield workers
     yield from _members(status)
+    disk = status.disk
+    yield GaugeMetricFamily(
+        "blocktrain_disk_bytes", "What the run has on the disk, without the corpus.", disk.used
+    )
+    yield GaugeMetricFamily("blocktrain_disk_free_bytes", "What the disk has left.", disk.free)
+    if disk.limit is not None:
+        yield GaugeMetricFamily("blocktrain_disk_limit_bytes", "--disk-limit.", disk.limit)
+    held = sum(worker.held for worker in status.workers)
+    yield GaugeMetricFamily("blocktrain_held_bytes", "Of updates that no round has taken.", held)
+    yield GaugeMetricFamily(
+        "blocktrain_paused", "Whether updates are refused for want of disk.", bool(disk.problem)
+    )
     refusals = CounterMetricFamily(
         "blocktrain_refusals", "Refusals of this process, by code.", labels=("code",)
     )

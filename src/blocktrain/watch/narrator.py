@@ -7,11 +7,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blocktrain.coordinator.history import Body
+from blocktrain.coordinator.history import FAULTS, Body
 from blocktrain.coordinator.rounds import is_alive, target_replicas
+from blocktrain.coordinator.state import standing_of
+from blocktrain.protocol.events import Attempt
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import Refused
 from blocktrain.watch.feed import Feed
+from blocktrain.watch.notices import MISSED, REFUSALS, Notices
 
 if TYPE_CHECKING:
     from blocktrain.coordinator.run import TrainingRun
@@ -45,6 +48,7 @@ class Narrator:
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
+        self._notices = Notices()
         self._folds: dict[tuple[str, str], _Fold] = {}
         self._mutex = threading.Lock()  # of the folds: refusals come from other threads
         self._last_look = self._since = 0.0
@@ -130,6 +134,11 @@ class Narrator:
         block = lease.block if lease else 0
         version = run.state.blocks[block].version if lease else 0
         known = {"worker": body["worker"], "task": body["task"]}
+        standing = standing_of(run.state, body["worker"])
+        if standing.missed >= MISSED and not standing.proven:
+            missed = f"worker {body['worker'][:8]} has taken {standing.missed} tasks in a row"
+            sentence = f"{missed} and answered none: no round waits for it"
+            self._notice(run.clock.monotonic(), "hold", body["worker"], sentence)
         self.feed.put(
             "round",
             block=block,
@@ -154,6 +163,10 @@ class Narrator:
             sentence=body.get("sentence", ""),
         )
 
+    def _notice(self, now: float, attempt: Attempt, worker: str, sentence: str) -> None:
+        if self._notices.is_due(now, attempt, worker):
+            self.feed.put("notice", attempt=attempt, worker=worker, sentence=sentence)
+
     def _left_out(self, run: TrainingRun, block: int) -> None:
         """Whose updates the round that was just closed did without, and why."""
         for worker, why in run.history.left_out:
@@ -161,6 +174,9 @@ class Narrator:
             self.feed.put(
                 "refused", code=code, sentence=sentence, worker=worker, block=block, count=1
             )
+            if code in FAULTS:
+                left_out = f"an update of worker {worker[:8]} was left out of block {block}"
+                self._notice(run.clock.monotonic(), "harm", worker, f"{left_out}: {sentence}")
 
     def _check(self, run: TrainingRun, body: Body) -> None:
         """Too late for its round: the update is part of a version. Others are left out of it."""
@@ -210,10 +226,14 @@ class Narrator:
 
     def look(self, run: TrainingRun, now: float) -> None:
         """Report lost workers, workers that are back, and refusals."""
-        self.flush(FOLD_SECONDS)
+        self.flush(FOLD_SECONDS, now)
         if now - self._last_look < LOOK_SECONDS:
             return
         self._last_look = now
+        if problem := run.quotas.use.problem:
+            self._notice(now, "disk", "", f"no updates are taken: {problem}")
+        if len(self.feed.states) > 2 * len(run.known) + 64:
+            self.feed.states = {w: s for w, s in self.feed.states.items() if w in run.known}
         for name, worker in run.state.workers.items():
             state = self.feed.states.get(name)
             alive = is_alive(now, run.state, run.options, name)
@@ -223,7 +243,7 @@ class Narrator:
             elif not alive and not worker.kicked and state not in ABSENT:
                 self._worker(run, name, "lost", f"nothing heard for {now - worker.seen:.0f} s")
 
-    def flush(self, older: float = 0.0) -> None:
+    def flush(self, older: float = 0.0, now: float | None = None) -> None:
         """Publish the refusals that began so many seconds ago."""
         if not self._folds:
             return
@@ -241,6 +261,8 @@ class Narrator:
                 block=fold.block,
                 count=fold.count,
             )
+            if now is not None and (attempt := REFUSALS.get(code)):
+                self._notice(now, attempt, worker, f"refused: {fold.sentence}")
 
     def close(self) -> None:
         """Publish the pending refusals and close the log."""

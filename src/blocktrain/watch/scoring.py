@@ -118,8 +118,10 @@ class ScoringThread:
 
     def _request(self) -> ScoreRequest:
         run = self._coordinator.run
-        newest = run.newest_versions()
-        features = run.features_of(run.config.fusion) if run.config.fusion else ()
+        with run.lock:
+            newest = run.newest_versions()
+            features = run.features_of(run.config.fusion) if run.config.fusion else ()
+            run.held = tuple(pin.weights.sha256 for pin in (*newest, *features))
         tokenizer = run.facts.corpus.tokenizer
         bytes_in, bytes_out = run.traffic.total
         event: dict[str, Any] = {

@@ -14,7 +14,15 @@ from blocktrain.coordinator.state import Lease, RunState, WorkerState, remaining
 from blocktrain.coordinator.traffic import NO_TRAFFIC
 from blocktrain.protocol.messages import PROTOCOL
 from blocktrain.protocol.refusals import MAX_SENTENCE, Code
-from blocktrain.protocol.status import MAX_WORKERS, BlockStatus, RoundStatus, Status, WorkerStatus
+from blocktrain.protocol.status import (
+    MAX_WORKERS,
+    BlockStatus,
+    DiskStatus,
+    NoticeStatus,
+    RoundStatus,
+    Status,
+    WorkerStatus,
+)
 from blocktrain.store.contract import WorkerRecord
 from blocktrain.watch.feed import Feed
 
@@ -32,6 +40,7 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
         {lease.worker: lease for lease in out if not lease.trained},
         Counter([lease.block for lease in out]),
     )
+    held = run.quotas.held_by_all(snapshot)
     bytes_in, bytes_out = run.traffic.total
     return Status(
         protocol=PROTOCOL,
@@ -51,11 +60,21 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
             _block(run, snapshot, now, index, leased[index]) for index in sorted(snapshot.blocks)
         ),
         workers=tuple(
-            _worker(run, snapshot, now, record, training.get(name))
+            _worker(run, snapshot, now, record, training.get(name), held.get(name, 0))
             for name, record in sorted(_list_workers(run, snapshot))
         ),
         training_bytes=run.traffic.training,
         float32_bytes=run.history.float32_bytes,
+        notices=tuple(
+            NoticeStatus(
+                attempt=str(notice.get("attempt", "")),
+                worker=str(notice.get("worker", ""))[:64],
+                sentence=str(notice.get("sentence", ""))[:MAX_SENTENCE],
+                time=float(notice["time"]),
+            )
+            for notice in tuple(feed.notices)
+        ),
+        disk=_disk(run),
         refusals={Code(code): count for code, count in sorted(run.refusals.items())},
         scores=feed.scores,
         bits_per_byte={
@@ -67,6 +86,17 @@ def status_of(run: TrainingRun, now: float, feed: Feed) -> Status:
         else max(0.0, time.time() - feed.scores_time),
         bytes_in=bytes_in,
         bytes_out=bytes_out,
+    )
+
+
+def _disk(run: TrainingRun) -> DiskStatus:
+    use = run.quotas.use
+    return DiskStatus(
+        used=use.used,
+        limit=use.limit,
+        free=use.free,
+        worker_limit=run.quotas.worker_limit,
+        problem=use.problem,
     )
 
 
@@ -119,7 +149,12 @@ def _list_workers(run: TrainingRun, snapshot: RunState) -> list[tuple[str, Worke
 
 
 def _worker(
-    run: TrainingRun, snapshot: RunState, now: float, record: WorkerRecord, lease: Lease | None
+    run: TrainingRun,
+    snapshot: RunState,
+    now: float,
+    record: WorkerRecord,
+    lease: Lease | None,
+    held: int,
 ) -> WorkerStatus:
     name = record.id
     worker = snapshot.workers.get(name)
@@ -144,6 +179,7 @@ def _worker(
         refused=counts.refused,
         tokens=counts.tokens,
         seen_seconds=max(0.0, now - worker.seen) if worker else 0.0,
+        held=held,
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         standing=standing.name,

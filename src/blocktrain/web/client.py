@@ -49,7 +49,7 @@ from blocktrain.protocol.messages import (
     read,
     write,
 )
-from blocktrain.protocol.refusals import Code, Refused
+from blocktrain.protocol.refusals import Refused, Then
 from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import range_header, sha256
 
@@ -368,7 +368,5 @@ def next_room(room: int, seconds: float) -> int:
 
 def retry_later(error: BlockTrainError) -> bool:
     """Whether the same call may succeed after a pause."""
-    return isinstance(error, Unreachable) or (
-        isinstance(error, Refused)
-        and error.code in (Code.BUSY, Code.STORAGE_FAILED, Code.TOO_SLOW, Code.TOO_MANY_REQUESTS)
-    )
+    refused = isinstance(error, Refused) and error.rule.then is Then.RETRY
+    return isinstance(error, Unreachable) or refused

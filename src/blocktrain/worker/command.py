@@ -26,8 +26,8 @@ from blocktrain.clock import Clock, SystemClock
 from blocktrain.learning.threads import use_threads
 from blocktrain.learning.train import pick_device
 from blocktrain.protocol.messages import as_name
-from blocktrain.terminal import amount, console, speed
-from blocktrain.units import parse_bytes
+from blocktrain.terminal import console, speed
+from blocktrain.units import amount, parse_bytes
 from blocktrain.web.client import HttpClient
 from blocktrain.worker.loop import Machine, Worker, WorkSummary
 from blocktrain.worker.session import EventHandler

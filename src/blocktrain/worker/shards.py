@@ -31,7 +31,7 @@ from blocktrain.learning.corpus.token_corpus import TokenCorpus
 from blocktrain.learning.shards import CorpusIndex, Shard
 from blocktrain.learning.tokenizer import Ids
 from blocktrain.protocol.messages import Blob
-from blocktrain.terminal import amount
+from blocktrain.units import amount
 from blocktrain.worker.session import pause
 
 CACHE_LIMIT = 20 * 10**9  # bytes

@@ -26,7 +26,14 @@ from blocktrain.coordinator.merging.merge import (
     merge,
     run_checks,
 )
-from blocktrain.protocol.compression import METHODS, Method, add_delta, compress, open_update
+from blocktrain.protocol.compression import (
+    METHODS,
+    Method,
+    add_delta,
+    compress,
+    expected_payload,
+    open_update,
+)
 from blocktrain.protocol.messages import Blob, BlockVersion, Order, Submission
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import (
@@ -40,6 +47,9 @@ from blocktrain.protocol.tensors import (
 from blocktrain.schedule import change_bounds, reach, usual_change
 from blocktrain.store.contract import Blobs, Store, UpdateRecord, VersionRecord
 
+WORTH = 4
+"""A residual makes a delta long, however little its updates change. It waits until a quarter of
+such a length has come as updates. So the disk grows by what is received."""
 WaitingUpdates = Mapping[str, Answer]  # by update
 
 
@@ -52,6 +62,7 @@ class RoundOutcome:
     momentum: Blob | None = None
     delta: Blob | None = None
     residual: Blob | None = None
+    complete: bool = True
     loss: float | None = None
     features: tuple[BlockVersion, ...] = ()
     canary: int | None = None
@@ -60,8 +71,9 @@ class RoundOutcome:
 
     @property
     def evidence(self) -> dict[str, Any]:
-        """What the ledger keeps of the judgement. The text is secret no more."""
-        return {} if self.canary is None else {"canary": self.canary, "gains": dict(self.gains)}
+        """What else the ledger keeps. The text of the judgement is secret no more."""
+        judged = {} if self.canary is None else {"canary": self.canary, "gains": dict(self.gains)}
+        return judged if self.complete else {**judged, "complete": False}
 
     @property
     def dropped(self) -> dict[str, str]:
@@ -79,6 +91,7 @@ class MergedRound:
     merged: MergeResult
     delta: bytes | None = None  # None: the version is published whole
     residual: Tensors = field(default_factory=dict)  # empty: the delta lacks nothing
+    complete: bool = True  # whether the parent's residual is part of the delta
     canary: int | None = None  # the text that the updates were judged on; None: they were not
     judged: Mapping[str, Judged] = field(default_factory=dict)  # by update
 
@@ -96,6 +109,7 @@ class Round:
     repeated: frozenset[str] = frozenset()  # updates whose bytes were sent before
     differing: Mapping[str, str] = field(default_factory=dict)  # trained again, with other results
     judge: Judge | None = None
+    received: int = 0  # bytes of updates since the block's last delta that was complete
 
     @property
     def features(self) -> tuple[BlockVersion, ...]:
@@ -137,10 +151,18 @@ def _compressed(
     if merged.state is None or METHODS[method].exact:
         return MergedRound(merged)
     residual = None if parent.residual is None else _read_tensors(store.blobs, parent.residual)
+    lengths = (round_.waiting[c.update.id][0].payload_length for c in merged.used)
+    received = round_.received + sum(lengths)
+    complete = WORTH * received >= expected_payload(schema_of(current), method)
     own = None
-    if residual is None and (name := _own_payload(merged, round_, method)) is not None:
-        own = store.blobs.read(name)
-    return compress_version(merged, current, residual, method, own)
+    if residual is None or not complete:
+        name = _own_payload(merged, round_, method)
+        own = None if name is None else store.blobs.read(name)
+    if residual is None or complete:
+        return compress_version(merged, current, residual, method, own)
+    made = compress_version(merged, current, None, method, own)
+    rest = {name: t + made.residual[name] if made.residual else t for name, t in residual.items()}
+    return replace(made, residual=rest, complete=False)
 
 
 def compare_updates(
@@ -269,6 +291,7 @@ def store_outcome(store: Store, made: MergedRound, waiting: WaitingUpdates) -> R
         momentum=None if merged.momentum is None else _store_tensors(store.blobs, merged.momentum),
         delta=None if made.delta is None else _store_bytes(store.blobs, made.delta),
         residual=_store_tensors(store.blobs, made.residual) if made.residual else None,
+        complete=made.complete,
         loss=_mean_loss(merged.used, used),
         features=_newest_features(order.features for _, order in used),
     )

@@ -167,6 +167,7 @@ const SENTENCES = {
     const quarantined = e.standing === "quarantined";
     return { text: `${who(state, e.worker)} is ${quarantined ? "quarantined" : "back"}: ${e.reason}`, tone: quarantined ? "trouble" : "good" };
   },
+  notice: (_, e) => ({ text: sentence(e.sentence), tone: "trouble" }),
   round: (_, e) => {
     const text = e.reason || `round ${e.version} of block ${e.block}: ${e.outcome}`;
     return { text: sentence(text), tone: "trouble" };

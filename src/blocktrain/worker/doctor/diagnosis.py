@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from blocktrain.errors import BlockTrainError, ConfigError
 from blocktrain.protocol.messages import PROTOCOL, Refusal
 from blocktrain.protocol.refusals import Code
-from blocktrain.terminal import amount
+from blocktrain.units import amount
 
 CheckState = Literal["ok", "warning", "failed", "skipped"]
 

@@ -29,8 +29,8 @@ from blocktrain.protocol.messages import MAX_REPLY, PROTOCOL, Blob, Manifest, re
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.status import Status
 from blocktrain.protocol.transfer import sha256
-from blocktrain.terminal import amount, console
-from blocktrain.units import parse_bytes
+from blocktrain.terminal import console
+from blocktrain.units import amount, parse_bytes
 from blocktrain.worker.doctor import diagnosis, probes
 from blocktrain.worker.doctor.diagnosis import CheckResult, CoordinatorAddress, HttpAnswer
 

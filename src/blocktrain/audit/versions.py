@@ -1,0 +1,93 @@
+"""Blobs of a run, also those that its coordinator has removed because they follow from others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+
+from blocktrain.audit.evidence import EvidenceSource, read_verified, require_bytes
+from blocktrain.errors import Damaged
+from blocktrain.protocol.compression import add_delta
+from blocktrain.protocol.messages import Blob, VersionDelta
+from blocktrain.protocol.refusals import Refused
+from blocktrain.protocol.tensors import Tensors, pack, unpack
+from blocktrain.protocol.transfer import sha256
+
+ROOM, ROOM_PER_BLOCK = 6, 3  # blobs that were made here and are kept
+
+
+def unreadable(source: EvidenceSource, blobs: Iterable[Blob]) -> Iterator[str]:
+    """What is wrong with blobs that must be there, such as those that a coordinator starts from."""
+    for blob in blobs:
+        try:
+            read_verified(source, blob)
+        except Damaged as error:
+            yield str(error)
+
+
+class EvidenceReader:
+    """Gives the bytes of a blob after their hash has been checked.
+
+    Weights that are missing are made from the last whole ones and the deltas that follow. Momentum
+    and residual of a version are those that the audit has computed itself.
+    """
+
+    def __init__(self, source: EvidenceSource) -> None:
+        self._source = source
+        self._steps: dict[str, VersionDelta] = {}  # by the weights that they lead to
+        self._made: OrderedDict[str, bytes] = OrderedDict()
+        self.blocks = 1
+
+    def __call__(self, blob: Blob) -> bytes:
+        try:
+            content = self._source.blob(blob)
+        except Damaged as error:
+            content = self._made.get(blob.sha256) or self._derive(blob, error)
+        require_bytes(content, blob)
+        return content
+
+    def follow(self, step: VersionDelta | None) -> None:
+        """Know how a version follows from its parent."""
+        if step is not None:
+            self._steps.setdefault(step.weights, step)
+
+    def keep(self, tensors: Tensors | None) -> None:
+        """Something that was computed, in case it is not stored."""
+        if tensors:
+            content = pack(tensors)
+            self._keep(sha256(content), content)
+
+    def _keep(self, name: str, content: bytes) -> None:
+        self._made[name] = content
+        self._made.move_to_end(name)
+        while len(self._made) > ROOM + ROOM_PER_BLOCK * self.blocks:
+            self._made.popitem(last=False)
+
+    def _derive(self, blob: Blob, missing: Damaged) -> bytes:
+        path: list[VersionDelta] = []
+        name, passed = blob.sha256, set[str]()
+        while not self._holds(Blob(sha256=name, length=blob.length)):
+            step = self._steps.get(name)
+            if step is None or name in passed:
+                raise missing
+            passed.add(name)
+            path.append(step)
+            name = step.parent
+        tensors = unpack(self._made[name])
+        try:
+            for step in reversed(path):
+                tensors = add_delta(tensors, read_verified(self._source, step.delta))
+        except Refused as error:
+            raise Damaged(f"the blob {blob.sha256} cannot be made again: {error}") from None
+        content = pack(tensors)
+        self._keep(blob.sha256, content)
+        return content
+
+    def _holds(self, blob: Blob) -> bool:
+        """Whether weights are here, whole. They are kept for the moment."""
+        if blob.sha256 not in self._made:
+            try:
+                self._keep(blob.sha256, read_verified(self._source, blob))
+            except Damaged:
+                return False
+        return True

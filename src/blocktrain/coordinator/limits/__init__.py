@@ -1,0 +1,1 @@
+"""What bounds the disk and the memory of a run."""
