@@ -54,8 +54,7 @@ class Policy(BaseModel):
     replicas: int | None = Field(default=None, ge=1, le=4096)
     """Updates that close a round at once; by default as many as there are workers on the block."""
     min_replicas: int = Field(default=1, ge=1, le=4096)
-    """Updates without which a round makes no version. If it is --replicas and tasks have
-    --task-steps, each replica trains one task of every round: all wait for the slowest."""
+    """Updates without which a round makes no version."""
     task_seconds: float = Field(default=20.0, gt=0, le=86400)
     """How long a task should take; its steps follow from the worker's speed."""
     task_steps: int | None = Field(default=None, ge=1, le=10**6)
@@ -104,9 +103,13 @@ class Policy(BaseModel):
     )
 
     @property
-    def in_step(self) -> bool:
-        """Whether every replica trains one task of every round: equal tasks, and all are needed."""
-        return self.task_steps is not None and self.replicas == self.min_replicas > 1
+    def most_waiting(self) -> int | None:
+        """Updates of a member in an open round; one where a round needs every replica and all tasks
+        have one size: then a second one could only be late."""
+        if self.undefended:
+            return None
+        in_step = self.task_steps is not None and self.replicas == self.min_replicas > 1
+        return 1 if in_step else MOST_WAITING
 
     @classmethod
     def exact(cls, task_steps: int) -> Self:
@@ -126,7 +129,6 @@ class Policy(BaseModel):
         fusion_steps = config.steps_of(config.fusion or 0)
         if self.exclusive:
             return Options.exact(self.task_steps or 50, config.steps, fusion_steps)
-        most_waiting = None if self.undefended else MOST_WAITING
         return Options(
             target_replicas=self.replicas,
             min_replicas=self.min_replicas,
@@ -140,7 +142,7 @@ class Policy(BaseModel):
             fusion_steps=fusion_steps,
             budget_tokens=self.tokens,
             defences=not self.undefended,
-            most_waiting=1 if self.in_step else most_waiting,
+            most_waiting=self.most_waiting,
         )
 
     def merge_options(self) -> MergeOptions:
