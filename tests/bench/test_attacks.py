@@ -16,7 +16,7 @@ from blocktrain.learning.shards import SequenceOrder, batches
 from blocktrain.protocol.compression import METHODS, decompress
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import schema_of
-from blocktrain.watch.judge import MOST_SEQUENCES
+from blocktrain.watch.checking.judge import MOST_SEQUENCES
 from blocktrain.web.client import LocalClient
 from support.worker_run import WorkerRun, worker_runs
 

@@ -48,10 +48,10 @@ from blocktrain.protocol.tensors import Tensors, schema_of
 from blocktrain.runs.prepare import prepare
 from blocktrain.schedule import change_bounds
 from blocktrain.store.open import open_store
+from blocktrain.watch.checking.judging import ProcessJudge
+from blocktrain.watch.checking.retraining import ProcessRetrainer
 from blocktrain.watch.feed import EVENTS, Feed, read_events
-from blocktrain.watch.judging import ProcessJudge
 from blocktrain.watch.narrator import Narrator
-from blocktrain.watch.retraining import ProcessRetrainer
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
 from support.fake_worker import CONFIG, FakeWorker, as_task, whole_ledger

@@ -161,6 +161,7 @@ def test_who_gains_far_less_than_the_others_is_left_out() -> None:
         *peers,
         idle,
         update("short", "e", gain=0.02, noise=0.0, reach=0.4),
+        update("long", "h", gain=0.1, noise=0.0, reach=200.0),
         update("late", "f", gain=0.0, late=True, **more),
         update("unclear", "g", gain=0.0, noise=0.1, reach=2.0),
     )
@@ -261,6 +262,9 @@ def test_who_harms_sits_out_and_may_come_back() -> None:
     for others in (standing, replace(OLD, missed=2)):
         alone = state_of(lease(9, "b"), a=standing, b=others)
         assert isinstance(assign(0.0, alone, DEFENDED, "a"), Grant), "nobody else trains the block"
+    both = replace(DEFENDED, min_replicas=2)
+    needed = state_of(lease(9, "b"), a=standing, b=OLD)
+    assert isinstance(assign(0.0, needed, both, "a"), Grant), "no round would close without it"
     for _ in range(4):
         standing = standing.after_version(1)
     assert isinstance(assign(0.0, state_of(lease(9, "b"), a=standing, b=OLD), DEFENDED, "a"), Grant)

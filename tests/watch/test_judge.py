@@ -14,7 +14,7 @@ from blocktrain.learning.train import Trainer
 from blocktrain.protocol.compression import compress
 from blocktrain.protocol.tensors import Tensors, pack
 from blocktrain.store.memory import MemoryStore
-from blocktrain.watch.judge import judge_suspects
+from blocktrain.watch.checking.judge import judge_suspects
 from conftest import tiny_config
 
 WORKERS, TASK, ROUNDS = 4, 8, 4

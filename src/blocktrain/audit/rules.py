@@ -41,22 +41,20 @@ def reach_of(config: Config, update: UpdateBody) -> float:
     return reach(config, update.order.block, range(first, first + update.submission.steps))
 
 
-def usual_gain(config: Config, updates: Known, evidence: Evidence) -> float:
-    """What a round's median worker gains for each unit of reach; 0 where too few could say."""
-    own = defaultdict(list)
-    for name, (gain, _) in evidence.gains.items():
-        _, update = updates.get(name, (0, None))
-        if update is not None and update.staleness == 0:
-            own[update.submission.worker].append(gain / reach_of(config, update))
-    return median(median(gains) for gains in own.values()) if len(own) >= PEERS else 0.0
-
-
 def least_gain(config: Config, update: UpdateBody, updates: Known, evidence: Evidence) -> float:
-    """What its gain may not be below, but for noise."""
-    if update.staleness > 0:
+    """What its gain may not be below, but for noise: a part of what the round's median worker gains
+    with as much reach, or with its own if that is less. 0 where too few could say."""
+    own, reaches = defaultdict(list), defaultdict(list)
+    for name, (gain, _) in evidence.gains.items():
+        _, judged = updates.get(name, (0, None))
+        if judged is not None and judged.staleness == 0:
+            worker, far = judged.submission.worker, reach_of(config, judged)
+            own[worker].append(gain / far)
+            reaches[worker].append(far)
+    if update.staleness > 0 or len(own) < PEERS:
         return 0.0
-    usual = usual_gain(config, updates, evidence)
-    return max(0.0, LEAST_GAIN * usual * reach_of(config, update))
+    usual, far = (median(map(median, found.values())) for found in (own, reaches))
+    return max(0.0, LEAST_GAIN * usual * min(far, reach_of(config, update)))
 
 
 def check_staleness(update: UpdateBody, behind: int, decay: float | None) -> Iterator[str]:

@@ -79,7 +79,7 @@ def assign(
             f"{waiting} of your updates wait for round {state.blocks[index].version}",
         )
     rounds = standing_of(state, worker).barred if options.defences else 0
-    if rounds and _has_better_worker(now, state, options, index):
+    if rounds and _enough_answer(now, state, options, index):
         return Postpone(
             options.poll,
             "your last updates were left out for what they held: "
@@ -155,14 +155,15 @@ def _count_others(
     )
 
 
-def _has_better_worker(now: float, state: RunState, options: Options, index: int) -> bool:
-    """Whether a block gets on without those who have to sit out. If all have to, nobody does."""
-    return any(
+def _enough_answer(now: float, state: RunState, options: Options, index: int) -> bool:
+    """Whether a block gets on without those who have to sit out. If not, nobody does."""
+    answering = sum(
         w.block == index
         and is_alive(now, state, options, w.id)
         and standing_of(state, w.id).answers
         for w in state.workers.values()
     )
+    return answering >= max(1, options.min_replicas)
 
 
 def fusion_open(state: RunState, options: Options, index: int) -> bool:

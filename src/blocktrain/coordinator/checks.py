@@ -93,6 +93,9 @@ class UpdateChecks:
             open_tasks += [t for t in before if entries.get(t, 0) < entries[wanted]]
         if sum(answer.submission.steps for answer in found.values()) > MOST_STEPS:
             return ()
+        pins = (pin for answer in found.values() for pin in answer.order.versions)
+        if any(pin.weights.sha256 not in self._run.history.public for pin in pins):
+            return ()  # too old: these weights are not kept whole any more
         return tuple(found[t] for t in sorted(found, key=entries.__getitem__))
 
     def collect(self, claimed: Container[int]) -> None:

@@ -311,7 +311,9 @@ class RunHistory:
 
         What updates or tasks start from or read is needed, and so is what is `held`.
         """
-        orders = (*self.orders.values(), *(order for _, order in self.waiting.values()))
+        settled = (answer for rounds in self.recent.values() for came in rounds for answer in came)
+        answers = (*self.waiting.values(), *settled)
+        orders = (*self.orders.values(), *(order for _, order in answers))
         pins = [*(pin for order in orders for pin in order.versions)]
         pins += [pin for features in self.features.values() for pin in features]
         needed = {pin.weights.sha256 for pin in pins}

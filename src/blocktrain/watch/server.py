@@ -24,11 +24,11 @@ from blocktrain.protocol.identity import open_identity
 from blocktrain.protocol.status import Status
 from blocktrain.store.open import open_store
 from blocktrain.watch import stream
+from blocktrain.watch.checking.judging import ProcessJudge
+from blocktrain.watch.checking.retraining import ProcessRetrainer
 from blocktrain.watch.feed import EVENTS, Feed
-from blocktrain.watch.judging import ProcessJudge
 from blocktrain.watch.metrics import CoordinatorMetrics
 from blocktrain.watch.narrator import Narrator
-from blocktrain.watch.retraining import ProcessRetrainer
 from blocktrain.watch.status import status_of
 from blocktrain.web.door import Door, make_door
 from blocktrain.web.openapi import describe_calls

@@ -23,7 +23,7 @@ from blocktrain.protocol.identity import Identity
 from blocktrain.protocol.ledger import LedgerPage, UpdateBody, VersionBody, read_body
 from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import Array, Tensors, pack, schema_hash, schema_of
-from blocktrain.watch.judge import MOST_SEQUENCES
+from blocktrain.watch.checking.judge import MOST_SEQUENCES
 from blocktrain.web.client import HttpClient, fetch_bytes
 from blocktrain.worker.command import JsonOutput
 from blocktrain.worker.loop import Machine, Worker

@@ -42,8 +42,8 @@ from blocktrain.protocol.tensors import Tensors, schema_of, unpack
 from blocktrain.protocol.transfer import Plan, sha256, split
 from blocktrain.runs.prepare import prepare
 from blocktrain.store.memory import MemoryStore
-from blocktrain.watch.judge import MOST_SEQUENCES, judge_suspects
-from blocktrain.watch.judging import as_fields
+from blocktrain.watch.checking.judge import MOST_SEQUENCES, judge_suspects
+from blocktrain.watch.checking.judging import as_fields
 from blocktrain.worker.task import BlockTraining
 
 BLOCK = 1

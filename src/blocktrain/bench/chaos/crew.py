@@ -344,7 +344,7 @@ class ProcessorMeter:
 
 
 def _children(pid: int) -> list[int]:
-    """A coordinator without scores has one at most: the process that judges updates."""
+    """A coordinator without scores has two at most: they judge updates, and train some again."""
     found: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):

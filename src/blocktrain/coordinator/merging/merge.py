@@ -82,6 +82,18 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """What the median worker of a round gains for each unit of reach, and its reach."""
+
+    gain: float
+    reach: float
+
+    def expect(self, reach: float) -> float:
+        """Longer tasks need not gain more: what there is to gain is not without end."""
+        return self.gain * min(reach, self.reach)
+
+
+@dataclass(frozen=True)
 class MergeContext:
     """What all updates of a merge are held against."""
 
@@ -89,7 +101,7 @@ class MergeContext:
     options: MergeOptions = field(default_factory=MergeOptions)
     momentum: State | None = None  # of the outer step: part of the version's state
     norms: Sequence[float] = ()  # of the block's last used updates in their units, oldest first
-    usual_gain: float | None = None  # of the round's workers, for each unit of reach
+    peers: Peers | None = None  # the round's workers, where they say what is usual
 
 
 @dataclass(frozen=True)
@@ -230,16 +242,19 @@ def check_trained(before: MergeContext, candidate: Candidate) -> Candidate | Rej
     return RejectedUpdate(update.id, "not_trained", update.differs) if update.differs else candidate
 
 
-def usual_gain(updates: Sequence[Update]) -> float | None:
-    """What the median worker of a round gains for each unit of reach; None: too few to say.
+def find_peers(updates: Sequence[Update]) -> Peers | None:
+    """The median worker of a round; None: too few to say.
 
     A late update repeats what the last version has gained already.
     """
-    own: dict[str, list[float]] = {}
+    own: dict[str, list[Update]] = {}
     for u in updates:
         if u.gain is not None and math.isfinite(u.gain) and not u.late:
-            own.setdefault(u.worker, []).append(u.gain / u.reach)
-    return median(map(median, own.values())) if len(own) >= PEERS else None
+            own.setdefault(u.worker, []).append(u)
+    if len(own) < PEERS:
+        return None
+    gains = (median((u.gain or 0.0) / u.reach for u in mine) for mine in own.values())
+    return Peers(median(gains), median(median(u.reach for u in mine) for mine in own.values()))
 
 
 def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | RejectedUpdate:
@@ -255,7 +270,7 @@ def check_gain(before: MergeContext, candidate: Candidate) -> Candidate | Reject
             f"it leads to a loss on a secret sample of text that is {-update.gain:.3g} higher "
             f"(noise {update.noise:.3g})",
         )
-    usual = 0.0 if before.usual_gain is None or update.late else before.usual_gain * update.reach
+    usual = 0.0 if before.peers is None or update.late else before.peers.expect(update.reach)
     if update.gain + update.noise < LEAST_GAIN * usual:
         return RejectedUpdate(
             update.id,
@@ -383,7 +398,7 @@ def merge(
     ordered = sorted(updates, key=lambda u: u.id)
     if len({u.id for u in ordered}) != len(ordered):
         raise ValueError("the same update twice in one merge")
-    before = replace(before, usual_gain=usual_gain(ordered))
+    before = replace(before, peers=find_peers(ordered))
     passed, rejected = run_checks(before, ordered, steps.checks)
     shares = steps.shares([c.update for c in passed])
     used = tuple(replace(c, share=share) for c, share in zip(passed, shares, strict=True))

@@ -226,8 +226,8 @@ def guard_version(
     outcome = replace(outcome, canary=made.canary, gains=gains)
     if outcome.weights is None:
         return outcome
-    names = [c.update.id for c in outcome.merged.used]
-    if len(names) == 1:
+    names, outer = [c.update.id for c in outcome.merged.used], round_.options.outer
+    if len(names) == 1 and outer == "average" and outcome.merged.used[0].scale == 1:
         return replace(outcome, loss=made.judged[names[0]].loss)
     (version,) = _ask(round_, (Suspect(weights=outcome.weights.sha256),), made.canary)
     if version.gain >= -version.noise:

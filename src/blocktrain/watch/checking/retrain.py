@@ -1,6 +1,6 @@
 """A process that trains updates again; it needs torch.
 
-    python -m blocktrain.watch.retrain
+    python -m blocktrain.watch.checking.retrain
 
 A question names an update and those whose states it continues. The answer says how far it is from
 what comes out here.

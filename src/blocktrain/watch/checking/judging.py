@@ -9,7 +9,7 @@ from blocktrain.coordinator.run import TrainingRun
 from blocktrain.errors import StorageFailed
 from blocktrain.watch.child import Child
 
-MODULE = "blocktrain.watch.judge"
+MODULE = "blocktrain.watch.checking.judge"
 SECONDS = 600.0  # that an answer may take for the weights before, and for each suspect
 TRIES = 3
 
@@ -26,7 +26,7 @@ def as_fields(question: Question) -> dict[str, Any]:
 
 
 class ProcessJudge:
-    """Asks `watch.judge`. Without its answer no round can be closed."""
+    """Asks `watch.checking.judge`. Without its answer no round can be closed."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._child = run, Child(MODULE)

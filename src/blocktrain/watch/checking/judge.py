@@ -1,6 +1,6 @@
 """A process that judges updates on secret text; it needs torch.
 
-    python -m blocktrain.watch.judge
+    python -m blocktrain.watch.checking.judge
 
 A question names a block's weights, payloads of updates or whole versions, and the seed of the text.
 It was drawn after the payloads were stored, so nobody could train for it. The answer has, for each
