@@ -10,6 +10,9 @@ MOST = 2.0
 """Root mean square of a step at most, in learning rates. AdamW's is below 1.3 and Muon's below 0.5;
 the rest is for weight decay and for what compression has left over from the task before."""
 LEAST_RATE = 0.01  # of the peak: what is left over also travels when the schedule has ended
+LEFT_OVER = 100
+"""Steps before a task: of their change compression may have left something over. Where the last
+tasks of a run are short, that is more than they change themselves."""
 LEAST = 0.02
 """A fifth of what steps in random directions change, in the longest change / sqrt(steps)."""
 
@@ -51,7 +54,8 @@ def change_bounds(config: Config, index: int, steps: range, parameters: int) -> 
     rates = [block_learning_rate(config, index, step) for step in steps]
     root = MOST * math.sqrt(parameters)
     shortest = LEAST * root * math.fsum(rates) / math.sqrt(len(steps))
-    return shortest, root * reach(config, index, steps)
+    before = range(max(0, steps.start - LEFT_OVER), steps.stop)
+    return shortest, root * reach(config, index, before)
 
 
 def reach(config: Config, index: int, steps: range) -> float:

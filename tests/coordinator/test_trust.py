@@ -47,7 +47,7 @@ from blocktrain.learning.train import Trainer
 from blocktrain.protocol import compression
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.tensors import Tensors
-from blocktrain.schedule import usual_change
+from blocktrain.schedule import change_bounds, usual_change
 from blocktrain.watch.feed import EVENTS, read_events
 from blocktrain.watch.server import WatchedCoordinator
 from blocktrain.web.client import LocalClient
@@ -95,6 +95,12 @@ def test_bounds_hold_from_the_first_update_on() -> None:
     )
     assert list(shares(result)) == ["good"]
     assert {r.id: r.code for r in result.rejected} == {"huge": "too_long", "tiny": "no_change"}
+
+
+def test_a_short_task_may_send_what_a_long_one_has_left_over() -> None:
+    config = CONFIG.replace(steps=1000)
+    long, short = (change_bounds(config, 1, range(first, 300), 64)[1] for first in (200, 299))
+    assert long / 3 < short < long
 
 
 def test_rubbish_does_not_move_the_running_median() -> None:
