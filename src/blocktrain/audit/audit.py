@@ -210,7 +210,7 @@ class Auditor:
             self.corpus = CorpusCheck(read_corpus(self.source, run), self.config, exclusive)
             alike = self._rule("alike")
             if self._defended and alike is not None:
-                self.copies = CopyCheck(self.source, alike)
+                self.copies = CopyCheck(self.read, alike)
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
