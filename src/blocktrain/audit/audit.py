@@ -390,7 +390,15 @@ class Auditor:
                     settled.append((part, update))
                 else:
                     self.dropped += 1
-                    self._left_out(entry.seq, self._payload(seq, update), update, closed)
+                    payload = self._payload(seq, update)
+                    try:
+                        self._left_out(entry.seq, payload, update, closed)
+                    except (Damaged, Refused) as error:  # the others are settled all the same
+                        self.report(
+                            "blob" if isinstance(error, Damaged) else "malformed",
+                            entry.seq,
+                            f"why update {name[:12]}... was left out cannot be checked: {error}",
+                        )
         if self.copies is not None:
             for sentence in self.copies.settle(mine, closed):
                 self.report("rule", entry.seq, sentence)
@@ -400,12 +408,12 @@ class Auditor:
         self, seq: int, payload: bytes | None, update: UpdateBody, closed: VersionBody | RoundBody
     ) -> None:
         """The reason for which an update was left out is true."""
-        if payload is None or not self._defended or self.config is None:
+        chain = self.chains.get(closed.block)
+        if payload is None or not chain or not self._defended or self.config is None:
             return
-        newest = self.chains[closed.block][-1].weights
-        current = tensors.unpack(self.read(newest))
-        base = tensors.unpack(self.read(update.order.weights))
+        current = tensors.unpack(self.read(chain[-1].weights))
         schema = tensors.schema_of(current)
+        base = tensors.unpack(self.read(update.order.weights), schema)
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
         bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
