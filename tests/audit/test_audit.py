@@ -407,6 +407,22 @@ def test_an_entry_that_repeats_another_is_found(folder: Path) -> None:
     assert found.ok and (found.pending, found.dropped) == (0, 1)
 
 
+def test_a_dropped_update_that_cannot_be_read_is_one_finding(folder: Path) -> None:
+    def drop(told: list[tuple[str, Body]]) -> None:
+        nth(told, "run")["policy"]["undefended"] = False
+        made = nth(told, "version")
+        name = made["parts"].pop()["update"]
+        made["dropped"] = {name: "no_change: none"}
+        made["applied"].remove(name)
+        (update,) = (b for kind, b in told if kind == "update" and b["id"] == name)
+        update["order"]["weights"]["sha256"] = "0" * 64  # nobody has it
+
+    found = audit(forge(folder, drop)).findings
+    assert not [f for f in found if f.name in ("sequence", "doubled", "lost")], "all is settled"
+    (unread,) = [f for f in found if f.name == "blob"]
+    assert "was left out cannot be checked" in unread.sentence
+
+
 def test_rules_that_a_run_tells_are_checked(folder: Path) -> None:
     def rules(**more: Any) -> Change:
         return lambda told: nth(told, "run")["policy"].update(more)

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blocktrain.audit.audit import audit
-from blocktrain.audit.copies import CopyCheck
+from blocktrain.audit.audit import Auditor, audit
 from blocktrain.audit.evidence import open_folder
 from blocktrain.bench.attacks.policies import (
     ATTACKS,
@@ -43,7 +42,6 @@ from blocktrain.learning.train import Trainer
 from blocktrain.protocol import messages as m
 from blocktrain.protocol.compression import compress, open_update
 from blocktrain.protocol.identity import open_identity
-from blocktrain.protocol.ledger import UpdateBody, VersionBody, read_body
 from blocktrain.protocol.tensors import Tensors, schema_of
 from blocktrain.runs.prepare import prepare
 from blocktrain.schedule import change_bounds
@@ -324,6 +322,15 @@ def test_who_copies_earns_nothing(playing: Playing, tmp_path: Path) -> None:
         for _ in range(30):
             play.answer(honest)
             play.pass_time()
+        everything, blobs = bodies(play.coordinator, "update"), play.coordinator.run.store.blobs
+        left_out = {
+            u
+            for body in versions(play.coordinator)
+            for u, why in body["dropped"].items()
+            if why.startswith("copy:")
+        }
+        bases = [u["order"]["weights"]["sha256"] for u in everything if u["id"] in left_out]
+        assert not all(map(blobs.has, bases)), "what some of them started from was removed"
         said = [e for e in read_events(tmp_path / EVENTS) if e["kind"] == "standing"]
         for worker in (copier, lazy):
             own = [e for e in said if e["worker"] == worker.id]
@@ -331,24 +338,22 @@ def test_who_copies_earns_nothing(playing: Playing, tmp_path: Path) -> None:
             assert "sits out 4 rounds of block 1" in own[0]["reason"]
     outcome = audit(open_folder(tmp_path))
     assert outcome.ok and outcome.dropped >= 4, outcome.findings
-    assert copies_of(tmp_path, 1.01) == {"was left out as copy, and is not"}
-    assert copies_of(tmp_path, -0.5) == {"is used, although another worker has sent it"}
+    assert copies_of(tmp_path, 1.01) == {
+        f"update {u[:12]}... was left out as copy, and is not" for u in left_out
+    }
+    used = "is used, although another worker has sent it"
+    assert {sentence.split("... ")[1] for sentence in copies_of(tmp_path, -0.5)} == {used}
 
 
 def copies_of(folder: Path, alike: float) -> set[str]:
     """What an audit would say if a run had another bound."""
-    source, updates = open_folder(folder), dict[str, tuple[int, UpdateBody]]()
-    check, found = CopyCheck(source, alike), set[str]()
+    source = open_folder(folder)
+    auditor = Auditor(source)
     for entry in source.record().entries:
-        if entry.kind == "update":
-            update = read_body(UpdateBody, entry)
-            updates[update.id] = entry.seq, update
-        elif entry.kind == "version":
-            version = read_body(VersionBody, entry)
-            names = {*version.applied, *version.dropped}
-            came = [update for name, update in updates.items() if name in names]
-            found |= {sentence.split("... ")[1] for sentence in check.settle(came, version)}
-    return found
+        auditor.follow(entry)
+        assert auditor.copies is not None
+        auditor.copies.alike = alike
+    return {finding.sentence for finding in auditor.findings}
 
 
 def trained(

@@ -119,6 +119,22 @@ def test_old_weights_are_removed_and_everything_still_follows(tmp_path: Path) ->
         worker.send(worker.joined())
 
 
+def test_a_block_without_workers_is_audited_after_all_others_went_on(tmp_path: Path) -> None:
+    """The coordinator has removed momentum and residual of the slow block's versions."""
+    with beginning(tmp_path, keep_versions=2, outer="nesterov") as coordinator:
+        slow, quick = [FakeWorker(LocalClient(coordinator), seed) for seed in (1, 2)]
+        tasks = {worker.id: worker.joined() for worker in (slow, quick)}
+        assert tasks[slow.id].block != tasks[quick.id].block
+        for worker, count in ((slow, 2), (quick, 12), (slow, 4), (quick, 2)):
+            for _ in range(count):
+                tasks[worker.id] = as_task(worker.send(tasks[worker.id]).next)
+        chains, blobs = published(coordinator), coordinator.run.store.blobs
+        last = chains[tasks[slow.id].block][2]
+        for gone in (last.momentum, last.residual):
+            assert gone is not None and not blobs.has(gone.sha256)
+    assert audit(open_folder(tmp_path)).findings == ()
+
+
 def test_an_audit_misses_the_newest_weights_though_they_follow(tmp_path: Path) -> None:
     with beginning(tmp_path) as coordinator:
         worker = FakeWorker(LocalClient(coordinator))

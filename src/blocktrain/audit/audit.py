@@ -25,13 +25,7 @@ from blocktrain.audit.evidence import (
     check_manifest,
     require_protocol,
 )
-from blocktrain.audit.recompute import (
-    Mean,
-    name_of,
-    narrow,
-    outer_step,
-    propose,
-)
+from blocktrain.audit.recompute import Mean, narrow, outer_step, propose
 from blocktrain.audit.rules import (
     bounds_of,
     check_drawn,
@@ -43,7 +37,7 @@ from blocktrain.audit.rules import (
     usual_of,
 )
 from blocktrain.audit.shares import capped_shares, plain_shares
-from blocktrain.audit.versions import EvidenceReader, unreadable
+from blocktrain.audit.versions import EvidenceReader, PublishedVersion, unreadable
 from blocktrain.config import Config, make_config
 from blocktrain.errors import ConfigError, Damaged
 from blocktrain.protocol import compression, ledger, tensors
@@ -66,22 +60,6 @@ from blocktrain.protocol.messages import Blob, BlockVersion
 from blocktrain.protocol.refusals import Refused
 
 MergedPart = tuple[ledger.Part, UpdateBody]
-
-
-@dataclass(frozen=True)
-class _Published:
-    """What the next version of a block is checked against."""
-
-    weights: Blob
-    momentum: Blob | None = None
-    residual: Blob | None = None
-    tokens: int = 0
-    norms: tuple[float, ...] = ()
-    received: int = 0  # bytes of updates since the last delta that was complete
-
-    @property
-    def blobs(self) -> tuple[Blob, ...]:
-        return tuple(filter(None, (self.weights, self.momentum, self.residual)))
 
 
 def audit(
@@ -147,10 +125,8 @@ class Auditor:
     dropped: int = 0
     pending: int = 0
     kicked: set[str] = field(default_factory=set)
-    chains: dict[int, list[_Published]] = field(default_factory=dict)  # by block, from version 0
-    closed: dict[int, int] = field(
-        default_factory=dict
-    )  # by block: the entry of its newest version
+    chains: dict[int, list[PublishedVersion]] = field(default_factory=dict)  # by block, from 0 on
+    closed: dict[int, int] = field(default_factory=dict)  # by block: the newest version's entry
     totals: Totals = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -221,7 +197,7 @@ class Auditor:
         run = read_body(RunBody, entry)
         self.run = run
         self.read.blocks = len(run.blocks)
-        self.chains = {b.block: [_Published(b.weights)] for b in run.blocks if b.version == 0}
+        self.chains = {b.block: [PublishedVersion(b.weights)] for b in run.blocks if b.version == 0}
         try:
             self.config = make_config(dict(run.config))
             if self.config.fingerprint != run.fingerprint or sorted(self.chains) != list(
@@ -234,7 +210,7 @@ class Auditor:
             self.corpus = CorpusCheck(read_corpus(self.source, run), self.config, exclusive)
             alike = self._rule("alike")
             if self._defended and alike is not None:
-                self.copies = CopyCheck(self.source, alike)
+                self.copies = CopyCheck(self.read, alike)
         except ConfigError as error:
             self.report("run", entry.seq, f"the settings make no sense: {error}")
         if not run.frozen <= run.taken <= self.chains.keys():
@@ -371,7 +347,7 @@ class Auditor:
                 count, tokens = self.totals.get(update.submission.worker, (0, 0))
                 self.totals[update.submission.worker] = count + 1, tokens + update.tokens
             chain.append(
-                _Published(
+                PublishedVersion(
                     version.weights,
                     version.momentum,
                     version.residual,
@@ -414,7 +390,15 @@ class Auditor:
                     settled.append((part, update))
                 else:
                     self.dropped += 1
-                    self._left_out(entry.seq, self._payload(seq, update), update, closed)
+                    payload = self._payload(seq, update)
+                    try:
+                        self._left_out(entry.seq, payload, update, closed)
+                    except (Damaged, Refused) as error:  # the others are settled all the same
+                        self.report(
+                            "blob" if isinstance(error, Damaged) else "malformed",
+                            entry.seq,
+                            f"why update {name[:12]}... was left out cannot be checked: {error}",
+                        )
         if self.copies is not None:
             for sentence in self.copies.settle(mine, closed):
                 self.report("rule", entry.seq, sentence)
@@ -424,12 +408,12 @@ class Auditor:
         self, seq: int, payload: bytes | None, update: UpdateBody, closed: VersionBody | RoundBody
     ) -> None:
         """The reason for which an update was left out is true."""
-        if payload is None or not self._defended or self.config is None:
+        chain = self.chains.get(closed.block)
+        if payload is None or not chain or not self._defended or self.config is None:
             return
-        newest = self.chains[closed.block][-1].weights
-        current = tensors.unpack(self.read(newest))
-        base = tensors.unpack(self.read(update.order.weights))
+        current = tensors.unpack(self.read(chain[-1].weights))
         schema = tensors.schema_of(current)
+        base = tensors.unpack(self.read(update.order.weights), schema)
         opened = compression.open_update(payload, schema, method=update.order.compression)
         norm = propose(current, opened, base, 1.0)[1]
         bounds = bounds_of(self.config, update, sum(t.size for t in current.values()))
@@ -519,6 +503,13 @@ class Auditor:
             None if before.momentum is None else tensors.unpack(self.read(before.momentum), schema)
         )
         target, momentum = outer_step(current, mean, buffer, version)
+        memory = self.read.keep(version.block, "momentum", momentum and narrow(momentum))
+        if memory != version.momentum:
+            self.report(
+                "momentum",
+                entry.seq,
+                f"the outer step's memory of {name} recomputes to other bytes",
+            )
         weights, problems = check_delta(
             self.read,
             version,
@@ -533,16 +524,9 @@ class Auditor:
         )
         for check, sentence in problems:
             self.report(check, entry.seq, f"{name} {sentence}")
-        if name_of(weights) != version.weights:
+        if self.read.keep(version.block, "weights", weights) != version.weights:
             self.report(
                 "weights", entry.seq, f"{name} recomputes to other weights than were published"
-            )
-        self.read.keep(momentum and narrow(momentum))
-        if (momentum and name_of(narrow(momentum))) != version.momentum:
-            self.report(
-                "momentum",
-                entry.seq,
-                f"the outer step's memory of {name} recomputes to other bytes",
             )
         known = self.chains[version.block][-1].norms
         if self.run is not None and not follows_rules(version, known, norms, self.run.policy):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from blocktrain.audit.evidence import EvidenceSource, read_verified
+from blocktrain.audit.versions import EvidenceReader
 from blocktrain.errors import Damaged
 from blocktrain.protocol import compression, tensors
 from blocktrain.protocol.ledger import RoundBody, UpdateBody, VersionBody
@@ -50,7 +50,7 @@ class _Sent:
 class CopyCheck:
     """Follows what the rounds of a run have settled."""
 
-    source: EvidenceSource
+    read: EvidenceReader
     alike: float
     payloads: set[str] = field(default_factory=set)
     recent: dict[int, deque[list[_Sent]]] = field(default_factory=dict)  # by block
@@ -64,7 +64,7 @@ class CopyCheck:
         came: list[_Sent] = []
         for _, update in sorted(updates, key=lambda known: known[0]):
             try:
-                sent = self._read(update)
+                sent = self._sent(update)
             except (Damaged, Refused):
                 continue  # that is a finding of its own
             likeness = max(map(sent.likeness, (*known, *came)), default=0.0)
@@ -80,15 +80,12 @@ class CopyCheck:
         if came:
             rounds.append(came)
 
-    def _read(self, update: UpdateBody) -> _Sent:
+    def _sent(self, update: UpdateBody) -> _Sent:
         sent = update.submission
-        base = tensors.unpack(read_verified(self.source, update.order.weights))
+        base = tensors.unpack(self.read(update.order.weights))
         blob = Blob(sha256=sent.payload_sha256, length=sent.payload_length)
-        opened = compression.open_update(
-            read_verified(self.source, blob),
-            tensors.schema_of(base),
-            method=update.order.compression,
-        )
+        schema, method = tensors.schema_of(base), update.order.compression
+        opened = compression.open_update(self.read(blob), schema, method=method)
         start = _sample(base) if opened.absolute else None
         return _Sent(sent.worker, sent.payload_sha256, _sample(opened.tensors), start)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blocktrain.audit.evidence import CheckName
-from blocktrain.audit.recompute import change_of, name_of, narrow
+from blocktrain.audit.recompute import change_of, narrow
 from blocktrain.audit.versions import EvidenceReader
 from blocktrain.protocol import compression
 from blocktrain.protocol.ledger import UpdateBody, VersionBody
@@ -46,9 +46,12 @@ def check_delta(
     published, whole = version.delta, compression.METHODS[change.method].exact
     if whole or published is None:
         follows_rules = whole and published is None and version.residual is None
+        read.keep(version.block, "residual", None)
         problem: Problem = ("delta", "was published otherwise than the run's rules say")
         return narrow(change.target), [] if follows_rules else [problem]
     delta, rest = _make_delta(read, version, change)
+    rest = rest if any(tensor.any() for tensor in rest.values()) else {}
+    left = read.keep(version.block, "residual", rest)  # first: the next version is made of it
     made, found = (
         compression.add_delta(change.current, payload) for payload in (delta, read(published))
     )
@@ -57,9 +60,6 @@ def check_delta(
         problems.append(("rule", "does without a residual that its updates are worth"))
     if any(made[name].tobytes() != found[name].tobytes() for name in made):
         problems.append(("delta", "has another delta than its updates make"))
-    rest = rest if any(tensor.any() for tensor in rest.values()) else {}
-    read.keep(rest)
-    left = name_of(rest) if rest else None
     if left != version.residual:
         problems.append(("residual", "has another residual than its delta leaves"))
     return made, problems

@@ -5,7 +5,6 @@ What an update proposes, and which weights follow from all of them.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -14,8 +13,7 @@ import numpy as np
 
 from blocktrain.protocol.compression import UpdateTensors
 from blocktrain.protocol.ledger import VersionFacts
-from blocktrain.protocol.messages import Blob
-from blocktrain.protocol.tensors import Tensors, pack
+from blocktrain.protocol.tensors import Tensors
 
 ROBUST_FROM = 5  # workers of a version whose mean is trimmed
 
@@ -121,9 +119,3 @@ def change_of(current: Tensors, target: Tensors) -> Tensors:
 def narrow(wide: Tensors) -> Tensors:
     with np.errstate(over="ignore"):
         return {name: np.asarray(tensor).astype(np.float32) for name, tensor in wide.items()}
-
-
-def name_of(tensors: Tensors) -> Blob:
-    """The blob that tensors are stored as."""
-    content = pack(tensors)
-    return Blob(sha256=hashlib.sha256(content).hexdigest(), length=len(content))

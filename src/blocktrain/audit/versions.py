@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from blocktrain.audit.evidence import EvidenceSource, read_verified, require_bytes
 from blocktrain.errors import Damaged
@@ -13,7 +15,24 @@ from blocktrain.protocol.refusals import Refused
 from blocktrain.protocol.tensors import Tensors, pack, unpack
 from blocktrain.protocol.transfer import sha256
 
-ROOM, ROOM_PER_BLOCK = 6, 3  # blobs that were made here and are kept
+ROOM, ROOM_PER_BLOCK = 6, 1  # older weights that were made here and are kept
+VersionPart = Literal["weights", "momentum", "residual"]
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """What the next version of a block is checked against."""
+
+    weights: Blob
+    momentum: Blob | None = None
+    residual: Blob | None = None
+    tokens: int = 0
+    norms: tuple[float, ...] = ()
+    received: int = 0  # bytes of updates since the last delta that was complete
+
+    @property
+    def blobs(self) -> tuple[Blob, ...]:
+        return tuple(filter(None, (self.weights, self.momentum, self.residual)))
 
 
 def unreadable(source: EvidenceSource, blobs: Iterable[Blob]) -> Iterator[str]:
@@ -29,20 +48,22 @@ class EvidenceReader:
     """Gives the bytes of a blob after their hash has been checked.
 
     Weights that are missing are made from the last whole ones and the deltas that follow. Momentum
-    and residual of a version are those that the audit has computed itself.
+    and residual of a version follow from nothing that is stored: they are those that the audit has
+    computed itself. So each block's last ones stay until its next version, however long that takes.
     """
 
     def __init__(self, source: EvidenceSource) -> None:
         self._source = source
         self._steps: dict[str, VersionDelta] = {}  # by the weights that they lead to
         self._made: OrderedDict[str, bytes] = OrderedDict()
+        self._state: dict[tuple[int, VersionPart], tuple[str, bytes]] = {}  # of the last versions
         self.blocks = 1
 
     def __call__(self, blob: Blob) -> bytes:
         try:
             content = self._source.blob(blob)
         except Damaged as error:
-            content = self._made.get(blob.sha256) or self._derive(blob, error)
+            content = self._computed(blob.sha256) or self._derive(blob, error)
         require_bytes(content, blob)
         return content
 
@@ -51,11 +72,18 @@ class EvidenceReader:
         if step is not None:
             self._steps.setdefault(step.weights, step)
 
-    def keep(self, tensors: Tensors | None) -> None:
-        """Something that was computed, in case it is not stored."""
-        if tensors:
-            content = pack(tensors)
-            self._keep(sha256(content), content)
+    def keep(self, block: int, part: VersionPart, tensors: Tensors | None) -> Blob | None:
+        """What was computed for a block's newest version, in case it is not stored; its name."""
+        if not tensors:
+            self._state.pop((block, part), None)
+            return None
+        content = pack(tensors)
+        name = sha256(content)
+        self._state[block, part] = name, content
+        return Blob(sha256=name, length=len(content))
+
+    def _computed(self, name: str) -> bytes | None:
+        return self._made.get(name) or dict(self._state.values()).get(name)
 
     def _keep(self, name: str, content: bytes) -> None:
         self._made[name] = content
@@ -66,14 +94,14 @@ class EvidenceReader:
     def _derive(self, blob: Blob, missing: Damaged) -> bytes:
         path: list[VersionDelta] = []
         name, passed = blob.sha256, set[str]()
-        while not self._holds(Blob(sha256=name, length=blob.length)):
+        while (start := self._whole(Blob(sha256=name, length=blob.length))) is None:
             step = self._steps.get(name)
             if step is None or name in passed:
                 raise missing
             passed.add(name)
             path.append(step)
             name = step.parent
-        tensors = unpack(self._made[name])
+        tensors = unpack(start)
         try:
             for step in reversed(path):
                 tensors = add_delta(tensors, read_verified(self._source, step.delta))
@@ -83,11 +111,13 @@ class EvidenceReader:
         self._keep(blob.sha256, content)
         return content
 
-    def _holds(self, blob: Blob) -> bool:
-        """Whether weights are here, whole. They are kept for the moment."""
-        if blob.sha256 not in self._made:
+    def _whole(self, blob: Blob) -> bytes | None:
+        """Weights that are here. Stored ones are kept for the moment."""
+        content = self._computed(blob.sha256)
+        if content is None:
             try:
-                self._keep(blob.sha256, read_verified(self._source, blob))
+                content = read_verified(self._source, blob)
             except Damaged:
-                return False
-        return True
+                return None
+            self._keep(blob.sha256, content)
+        return content
