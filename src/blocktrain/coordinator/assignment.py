@@ -253,7 +253,7 @@ def _grant(
     block = state.blocks[index]
     if steps_left(options, block, worker) == 0:
         reason = f"the updates that wait for their merge are the last of block {index}"
-        return Postpone(options.poll, reason)
+        return Postpone(min(options.poll, 1.0), reason)  # soon another block has time for it
     if not options.exclusive and worker.seconds_per_step is not None:
         others = others_done_in(now, state, options, worker, index)
         if others is not None:
