@@ -124,8 +124,13 @@ class UpdateChecks:
             self._run.save(self._run.state, notes)
 
     def hold(self, now: float, action: CloseRound) -> bool:
-        """Whether a round that is due waits for a check of one of its updates."""
-        if not any(update in self._running for update in action.updates):
+        """Whether a round that is due waits for a check of one of its updates.
+
+        Not if all are of one worker: it would only lose time, and its fault is found afterwards.
+        """
+        waiting = self._run.history.waiting
+        workers = {waiting[update][0].worker for update in action.updates}
+        if len(workers) < 2 or not any(update in self._running for update in action.updates):
             self._held.pop(action.block, None)
             return False
         since = self._held.setdefault(action.block, now)
