@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from blocktrain.audit.evidence import open_folder
 from blocktrain.bench.attacks.member import AttackingWorker
 from blocktrain.bench.chaos.chaos import problems
 from blocktrain.bench.chaos.figures import LedgerRecord, LossMeter, is_harmful, read_record
@@ -66,6 +67,8 @@ def test_a_run_survives_kills_a_full_disk_and_lies(tmp_path: Path) -> None:
     rows = {row["figure"]: row for row in result["rows"]}
     assert rows["acknowledged updates lost"]["met"] == "yes"
     assert rows["final CE above fault-free, nats"]["met"] == "too short"
+    (entry, *_) = open_folder(tmp_path / "out" / "runs" / "chaos" / "coordinator").record().entries
+    assert json.loads(entry.body)["policy"]["keep_versions"] == 0, "all bases are needed afterwards"
 
 
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ def _run(options: ChaosOptions, config: Config, schedule: FaultSchedule, name: s
         folder=folder / name,
         config=config,
         policy=Policy(
-            task_steps=sizes.task_steps, first_deadline=10.0, undefended=name == "control"
+            task_steps=sizes.task_steps,
+            first_deadline=10.0,
+            undefended=name == "control",
+            keep_versions=0,  # harm is measured from the version that each update began at
         ),
         data=options.source.spec,
         prepared=folder / "prepared",
